@@ -1,0 +1,1 @@
+"""Measure the pipeline against ``model.generate`` on named workloads; `llmopt bench` is its face."""

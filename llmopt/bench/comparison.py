@@ -1,0 +1,186 @@
+"""One comparison: build the contenders, check their tokens, time them, hand over the results."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from llmopt.bench.contenders import Contender, HuggingFace, Pipeline
+from llmopt.bench.measurement import Timing, measure
+from llmopt.bench.tokens import Difference, Replay, first_difference, replay
+from llmopt.bench.workloads import BenchRequest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_CHECK_ROUND = 1_000_000  # a batch number that no timed round uses
+_WORST_FIRST = ("lossy", "distribution", "exact")
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the token check found for one contender."""
+
+    name: str
+    promise: str  # "reference", "exact", "distribution" or "lossy"
+    passed: bool  # lossy contenders always pass: their loss is reported, not judged
+    difference: Difference | None  # from `model.generate`; in half precision near-ties may differ
+    replay: Replay | None  # half precision only
+
+    def __str__(self) -> str:
+        if self.replay is not None:
+            return f"max gap {self.replay.max_gap:.3f}, {self.replay.num_not_best}/{self.replay.num_tokens} not best"
+        if self.difference is None:
+            return "identical"
+        return f"differs at row {self.difference.row}, token {self.difference.position}"
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Verdicts and timings of all contenders on one workload, in the same order; the first is ``model.generate``."""
+
+    workload: str
+    dtype: str
+    rounds: int
+    verdicts: list[Verdict]
+    timings: list[Timing]
+
+    @property
+    def passed(self) -> bool:
+        """Whether every contender kept its promise."""
+        return all(verdict.passed for verdict in self.verdicts)
+
+
+@contextmanager
+def contenders_for(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    plugins: dict[str, dict[str, Any]],
+    *,
+    max_model_len: int,
+) -> Iterator[list[Contender]]:
+    """``model.generate``, the plain pipeline, the pipeline with each plugin, and with all when there are several.
+
+    :param plugins: plugin name to options. A plugin that requires others is built together with them.
+    """
+    pad_token_id = pad_id(model, tokenizer)
+    sets: dict[str, dict[str, dict[str, Any]]] = {"llmopt": {}}
+    for name in plugins:
+        sets[f"+ {name}"] = _with_required(name, plugins)
+    if len(plugins) > 1:
+        sets["+ all"] = dict(plugins)
+    contenders: list[Contender] = [HuggingFace(model, pad_token_id)]
+    eos_before = model.generation_config.eos_token_id
+    model.generation_config.eos_token_id = None  # every contender generates as many tokens as it is asked for
+    try:
+        for label, chosen in sets.items():
+            contenders.append(_pipeline(label, model, tokenizer, chosen, pad_token_id, max_model_len, 0.5 / len(sets)))
+        yield contenders
+    finally:
+        for contender in contenders:
+            contender.close()
+        model.generation_config.eos_token_id = eos_before
+
+
+def _pipeline(
+    label: str,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    chosen: dict[str, dict[str, Any]],
+    pad_token_id: int,
+    max_model_len: int,
+    memory_fraction: float,
+) -> Pipeline:
+    import llmopt
+    from llmopt.registry import info_of, make_plugin
+
+    made = [make_plugin(name, options) for name, options in chosen.items()]
+    promises = [info_of(plugin).promise for plugin in made]
+    promise = next((word for word in _WORST_FIRST if word in promises), "exact")
+    pipe = llmopt.build(
+        model, plugins=made, tokenizer=tokenizer, max_model_len=max_model_len, memory_fraction=memory_fraction
+    )
+    return Pipeline(label, promise, pipe, pad_token_id)
+
+
+def _with_required(name: str, plugins: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    from llmopt.registry import find_plugin, info_of
+
+    chosen: dict[str, dict[str, Any]] = {}
+    for required in info_of(find_plugin(name)).requires:
+        chosen |= _with_required(required, plugins)
+    return chosen | {name: plugins.get(name, {})}
+
+
+def pad_id(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> int:
+    """An id to fill rows with: the tokenizer's, the model's, its end token, or 0."""
+    for owner in (tokenizer, model.generation_config, model.config):
+        for attribute in ("pad_token_id", "eos_token_id"):
+            found = getattr(owner, attribute, None)
+            if isinstance(found, list):
+                found = found[0] if found else None
+            if found is not None:
+                return int(found)
+    return 0
+
+
+def float32_copy(model: PreTrainedModel) -> PreTrainedModel | None:
+    """A float32 copy for the replay; None when the model computes in float32 itself."""
+    if model.dtype == torch.float32:
+        return None
+    return copy.deepcopy(model).to(torch.float32)
+
+
+def check(
+    contenders: Sequence[Contender],
+    batch: Sequence[BenchRequest],
+    reference: PreTrainedModel | None,
+    max_gap: float,
+    on_progress: Callable[[str], None] = lambda name: None,
+) -> list[Verdict]:
+    """Compare the tokens of every contender with the first one's; this also warms everything up.
+
+    :param reference: a float32 copy for the replay; None demands identical tokens.
+    :param max_gap: the gap that a replayed token may have, in float32 logits. When ``model.generate`` itself needs
+        more, twice its own gap is allowed.
+    """
+    verdicts: list[Verdict] = []
+    expected: list[list[int]] = []
+    for contender in contenders:
+        on_progress(contender.name)
+        found = contender.generate(batch)
+        expected = expected or found
+        difference = first_difference(expected, found)
+        played = replay(reference, batch, found) if reference is not None else None
+        if not verdicts or contender.promise == "lossy":
+            passed = True
+        elif played is not None and verdicts[0].replay is not None:
+            passed = played.max_gap <= max(max_gap, 2 * verdicts[0].replay.max_gap)
+        else:
+            passed = difference is None
+        verdicts.append(Verdict(contender.name, contender.promise, passed, difference, played))
+    return verdicts
+
+
+def compare(
+    contenders: Sequence[Contender],
+    workload: str,
+    make_batch: Callable[[int], list[BenchRequest]],
+    *,
+    dtype: str,
+    rounds: int,
+    reference: PreTrainedModel | None = None,
+    max_gap: float = 0.5,
+    on_progress: Callable[[str], None] = lambda step: None,
+) -> Result:
+    """Check, then time. ``on_progress`` is called ``len(contenders) * (rounds + 1)`` times."""
+    verdicts = check(
+        contenders, make_batch(_CHECK_ROUND), reference, max_gap, lambda name: on_progress(f"check {name}")
+    )
+    timings = measure(contenders, make_batch, rounds, on_progress)
+    return Result(workload, dtype, rounds, verdicts, timings)

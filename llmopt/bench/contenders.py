@@ -1,0 +1,112 @@
+"""Who is compared: Hugging Face's own ``generate``, and pipelines with and without plugins, on one loaded model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from llmopt.bench.clock import ForwardClock
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from transformers import PreTrainedModel
+
+    from llmopt.bench.workloads import BenchRequest
+    from llmopt.pipeline import InferencePipeline
+
+
+class Contender(Protocol):
+    """Something that answers a batch of requests greedily."""
+
+    name: str  # the row in the table
+    promise: str  # "reference", "exact", "distribution" or "lossy": what its tokens must be
+
+    def generate(self, requests: Sequence[BenchRequest]) -> list[list[int]]:
+        """The new tokens of each request: exactly ``max_new_tokens`` of them, whatever the model's end token says."""
+
+    def timed_forward(self, clock: ForwardClock) -> Any:
+        """A context manager in which ``clock`` measures the time inside the model."""
+
+    def close(self) -> None:
+        """Give back what the contender holds."""
+
+
+class HuggingFace:
+    """``model.generate`` as its users call it: one left-padded batch, as many steps as the longest output needs."""
+
+    name = "HF generate"
+    promise = "reference"
+
+    def __init__(self, model: PreTrainedModel, pad_token_id: int) -> None:
+        self.model = model
+        self.pad_token_id = pad_token_id
+
+    def generate(self, requests: Sequence[BenchRequest]) -> list[list[int]]:
+        """The new tokens of each request, cut to what the request wants."""
+        return _generate(self.model, requests, self.pad_token_id, self.model.device)
+
+    def timed_forward(self, clock: ForwardClock) -> Any:
+        """Measures the model's forward."""
+        return clock.attached(self.model)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class Pipeline:
+    """The pipeline through the same ``generate`` call; through ``batch`` when the requests want different lengths."""
+
+    def __init__(self, name: str, promise: str, pipe: InferencePipeline, pad_token_id: int) -> None:
+        self.name = name
+        self.promise = promise
+        self.pipe = pipe
+        self.pad_token_id = pad_token_id
+
+    def generate(self, requests: Sequence[BenchRequest]) -> list[list[int]]:
+        """The new tokens of each request."""
+        if len({request.max_new_tokens for request in requests}) == 1:
+            return _generate(self.pipe, requests, self.pad_token_id, self.pipe.model.device)
+        from llmopt.request import SamplingParams
+
+        outputs = self.pipe.batch(
+            [request.prompt_ids for request in requests],
+            sampling=[SamplingParams(max_new_tokens=request.max_new_tokens, ignore_eos=True) for request in requests],
+            progress=False,
+        )
+        return [list(output.output_ids) for output in outputs]
+
+    @contextmanager
+    def timed_forward(self, clock: ForwardClock) -> Iterator[None]:
+        """Measures the model's forward."""
+        with clock.attached(self.pipe.model):
+            yield
+
+    def close(self) -> None:
+        """Close the pipeline."""
+        self.pipe.close()
+
+
+def _generate(
+    target: Any, requests: Sequence[BenchRequest], pad_token_id: int, device: torch.device
+) -> list[list[int]]:
+    """One ``generate`` call on a left-padded batch."""
+    width = max(len(request.prompt_ids) for request in requests)
+    ids = torch.full((len(requests), width), pad_token_id, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, request in enumerate(requests):
+        start = width - len(request.prompt_ids)
+        ids[row, start:] = torch.tensor(request.prompt_ids)
+        mask[row, start:] = 1
+    output = target.generate(
+        input_ids=ids.to(device),
+        attention_mask=mask.to(device),
+        max_new_tokens=max(request.max_new_tokens for request in requests),
+        do_sample=False,
+        pad_token_id=pad_token_id,
+    )
+    rows = output[:, width:].tolist()
+    return [row[: request.max_new_tokens] for row, request in zip(rows, requests, strict=True)]
