@@ -12,7 +12,7 @@ import importlib
 import logging
 import os
 from types import ModuleType
-from typing import Literal, cast
+from typing import Literal
 
 NativeMode = Literal["require", "auto", "off"]
 MODES: tuple[NativeMode, ...] = ("require", "auto", "off")
@@ -28,7 +28,7 @@ def mode(requested: str | None = None) -> NativeMode:
     value = requested if requested is not None else os.environ.get("LLMOPT_NATIVE", "auto")
     if value not in MODES:
         raise ValueError(f"LLMOPT_NATIVE is {value!r}; choose one of {', '.join(MODES)}.")
-    return cast(NativeMode, value)
+    return value
 
 
 @functools.cache

@@ -181,7 +181,7 @@ class NativePagedAttention(PagedAttention):
         key, value = self._ready(key), self._ready(value)
         num_tokens, num_heads, head_dim = key.shape
         if value.shape[:2] != key.shape[:2]:
-            raise ValueError(f"key is {tuple(key.shape)} but value is {tuple(value.shape)}; tokens and heads must agree.")
+            raise ValueError(f"key is {tuple(key.shape)} but value is {tuple(value.shape)}; both are [T, Hkv, ...].")
         key_token_stride, key_head_stride, _ = key.stride()
         value_token_stride, value_head_stride, _ = value.stride()
         self._write_kv(

@@ -78,7 +78,7 @@ def paged_attention(
 
     device = query.device
     options = (scale, sliding_window, softcap, sinks)
-    for q_len, requests in requests_by_q_len.items():
+    for requests in requests_by_q_len.values():
         rows = torch.tensor([range(starts[r], starts[r + 1]) for r in requests], device=device)  # [n, q_len]
         kv_lens = torch.tensor([lengths[r] for r in requests], device=device)  # [n]
         group = _attend_group(query[rows], key_cache, value_cache, block_tables[requests], kv_lens, *options)

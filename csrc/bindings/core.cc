@@ -1,0 +1,161 @@
+// The Python extension llmopt._core. Tensors arrive as addresses and strides, because turning a tensor into an array
+// object costs more than the rest of a call; the Python face in llmopt/ops knows the tensors and checks them.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <string>
+#include <vector>
+
+#include "llmopt/attention.h"
+#include "llmopt/isa.h"
+#include "llmopt/layer_cache.h"
+#include "llmopt/parallel.h"
+#include "llmopt/step_plan.h"
+
+namespace nb = nanobind;
+using nb::literals::operator""_a;
+
+namespace llmopt {
+namespace {
+
+// A call shorter than this keeps the interpreter lock: releasing and taking it again costs a good part of a
+// microsecond.
+constexpr double kMinUnlockedNs = 10000;
+
+template <class Call>
+void run_unlocked_if_long(double estimated_ns, const Call& call) {
+  if (estimated_ns < kMinUnlockedNs) {
+    call();
+  } else {
+    nb::gil_scoped_release unlocked;
+    call();
+  }
+}
+
+template <class T>
+T* pointer(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+// A plan that keeps the arrays it looks at alive.
+struct OwningStepPlan {
+  StepPlan plan;
+  nb::object arrays[4];
+};
+
+template <class T>
+using Array1 = nb::ndarray<const T, nb::ndim<1>, nb::device::cpu, nb::c_contig>;
+using Table = nb::ndarray<const int32_t, nb::ndim<2>, nb::device::cpu>;
+
+LayerCache make_layer_cache(uintptr_t key, uintptr_t value, int64_t num_blocks, int num_kv_heads, int block_size,
+                            int head_dim, int head_dim_v, bool bfloat16) {
+  if (num_blocks <= 0 || num_kv_heads <= 0 || block_size <= 0 || head_dim <= 0 || head_dim_v <= 0) {
+    throw nb::value_error(("a cache of " + std::to_string(num_blocks) + " blocks, " + std::to_string(num_kv_heads) +
+                           " heads, block size " + std::to_string(block_size) + ", head_dim " +
+                           std::to_string(head_dim) + " and " + std::to_string(head_dim_v) +
+                           ": every size must be positive.")
+                              .c_str());
+  }
+  return {pointer<void>(key), pointer<void>(value),
+          num_blocks,         num_kv_heads,
+          block_size,         head_dim,
+          head_dim_v,         bfloat16 ? DType::kBFloat16 : DType::kFloat32};
+}
+
+void update_plan(OwningStepPlan& self, nb::object block_tables, nb::object seq_lens, nb::object cu_seqlens_q,
+                 nb::object slot_mapping) {
+  const auto tables = nb::cast<Table>(block_tables);
+  const auto lens = nb::cast<Array1<int32_t>>(seq_lens);
+  const auto cu = nb::cast<Array1<int32_t>>(cu_seqlens_q);
+  StepInputs inputs;
+  inputs.block_tables = tables.data();
+  inputs.block_table_stride = tables.stride(0);
+  inputs.max_blocks = static_cast<int64_t>(tables.shape(1));
+  inputs.seq_lens = {lens.data(), lens.shape(0)};
+  inputs.cu_seqlens_q = {cu.data(), cu.shape(0)};
+  if (!slot_mapping.is_none()) {
+    const auto slots = nb::cast<Array1<int64_t>>(slot_mapping);
+    inputs.slot_mapping = {slots.data(), slots.shape(0)};
+  }
+  if (tables.shape(0) != lens.shape(0)) {
+    throw nb::value_error(("block_tables has " + std::to_string(tables.shape(0)) + " rows, seq_lens has " +
+                           std::to_string(lens.shape(0)) + " entries; there is one of each per request.")
+                              .c_str());
+  }
+  if (tables.shape(1) > 1 && tables.stride(1) != 1) {
+    throw nb::value_error("the rows of block_tables must be contiguous.");
+  }
+  self.plan.update(inputs);
+  self.arrays[0] = std::move(block_tables);
+  self.arrays[1] = std::move(seq_lens);
+  self.arrays[2] = std::move(cu_seqlens_q);
+  self.arrays[3] = std::move(slot_mapping);
+}
+
+void attend(OwningStepPlan& plan, const LayerCache& cache, int64_t num_tokens, int num_heads, int head_dim,
+            uintptr_t query, int64_t token_stride, int64_t head_stride, uintptr_t out, float scale, int sliding_window,
+            float softcap, uintptr_t sinks, int num_threads) {
+  const AttentionArgs args{pointer<const void>(query),
+                           token_stride,
+                           head_stride,
+                           num_tokens,
+                           num_heads,
+                           head_dim,
+                           pointer<void>(out),
+                           scale,
+                           sliding_window,
+                           softcap,
+                           pointer<const float>(sinks)};
+  run_unlocked_if_long(estimate_attention_ns(args, cache, plan.plan),
+                       [&] { paged_attention(args, cache, plan.plan, num_threads); });
+}
+
+void write_to_cache(const OwningStepPlan& plan, const LayerCache& cache, int64_t num_tokens, int num_kv_heads, int head_dim,
+           int head_dim_v, uintptr_t key, int64_t key_token_stride, int64_t key_head_stride, uintptr_t value,
+           int64_t value_token_stride, int64_t value_head_stride, int num_threads) {
+  const WriteKvArgs args{pointer<const void>(key),
+                         key_token_stride,
+                         key_head_stride,
+                         pointer<const void>(value),
+                         value_token_stride,
+                         value_head_stride,
+                         num_tokens,
+                         num_kv_heads,
+                         head_dim,
+                         head_dim_v};
+  run_unlocked_if_long(estimate_write_ns(args, cache), [&] { write_kv(args, cache, plan.plan, num_threads); });
+}
+
+std::vector<std::string> isa_names() {
+  std::vector<std::string> names;
+  for (Isa isa : available_isas()) names.push_back(name(isa));
+  return names;
+}
+
+}  // namespace
+}  // namespace llmopt
+
+NB_MODULE(_core, m) {
+  using namespace llmopt;
+
+  m.def("isa", [] { return name(selected_isa()); });
+  m.def("available_isas", &isa_names);
+  m.def("parallel_backend", &parallel_backend);
+  m.def("parallel_library", &parallel_library);
+
+  nb::class_<LayerCache>(m, "LayerCache")
+      .def("__init__", [](LayerCache* self, uintptr_t key, uintptr_t value, int64_t num_blocks, int num_kv_heads,
+                          int block_size, int head_dim, int head_dim_v, bool bfloat16) {
+        new (self) LayerCache(
+            make_layer_cache(key, value, num_blocks, num_kv_heads, block_size, head_dim, head_dim_v, bfloat16));
+      });
+
+  nb::class_<OwningStepPlan>(m, "StepPlan")
+      .def(nb::init<>())
+      .def("update", &update_plan, "block_tables"_a, "seq_lens"_a, "cu_seqlens_q"_a, "slot_mapping"_a = nb::none());
+
+  m.def("paged_attention", &attend);
+  m.def("write_kv", &write_to_cache);
+}

@@ -1,0 +1,269 @@
+// The driver: splits a call into tasks, runs them on the team, merges parts and writes the output.
+#include "llmopt/attention.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <new>
+#include <stdexcept>
+#include <string>
+
+#include "core/attention/kernels.h"
+#include "llmopt/parallel.h"
+
+namespace llmopt {
+namespace attention {
+
+const Kernels& kernels(Isa isa) {
+  switch (isa) {
+#if defined(LLMOPT_X86)
+    case Isa::kAmx:
+      return amx_kernels();
+    case Isa::kAvx512Bf16:
+      return avx512_bf16_kernels();
+    case Isa::kAvx512:
+      return avx512_kernels();
+    case Isa::kAvx2:
+      return avx2_kernels();
+#endif
+    default:
+      return portable_kernels();
+  }
+}
+
+}  // namespace attention
+
+namespace {
+
+using attention::Kernels;
+using attention::Task;
+
+// Below this a team of threads costs more than it saves.
+constexpr double kMinParallelNs = 8000;
+constexpr float kLog2E = 1.44269504088896340736f;
+
+int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+// Memory of one thread, kept between calls.
+class Scratch {
+ public:
+  std::byte* at_least(size_t bytes) {
+    if (bytes > size_) {
+      memory_.reset(static_cast<std::byte*>(std::aligned_alloc(64, round_up(bytes, 64))));
+      if (!memory_) throw std::bad_alloc();
+      size_ = bytes;
+    }
+    return memory_.get();
+  }
+
+ private:
+  struct Free {
+    void operator()(std::byte* memory) const { std::free(memory); }
+  };
+  std::unique_ptr<std::byte, Free> memory_;
+  size_t size_ = 0;
+};
+
+thread_local Scratch scratch;
+
+// One call: everything the tasks share.
+struct Call {
+  const AttentionArgs& args;
+  const LayerCache& cache;
+  const StepInputs& inputs;
+  const WorkList& work;
+  const Kernels& kernels;
+  float* partials;             // [num_kv_heads, num_partial_rows, head_dim_v + 2]: row, its max, its sum
+  std::atomic<int>* counters;  // [num_splits, num_kv_heads] parts that are done
+
+  int group() const { return work.shape.group; }
+  int64_t partial_stride() const { return cache.head_dim_v + 2; }
+  float* partial_row(int head, int64_t row) const {
+    return partials + (head * work.num_partial_rows + row) * partial_stride();
+  }
+
+  size_t scratch_bytes() const {
+    return (round_up(work.max_rows, 32) * (round_up(cache.head_dim_v, attention::kColumnPadding) + 2)) * sizeof(float) +
+           128 + kernels.workspace_bytes(work.max_rows, cache.head_dim, cache.head_dim_v);
+  }
+
+  // Divide a finished row by its denominator and store it.
+  void finish_row(const WorkItem& item, int head, int row, const float* accumulator, float max, float sum) const {
+    const int query_head = head * group() + row % group();
+    const int64_t token = inputs.cu_seqlens_q[item.request] + item.q_begin + row / group();
+    float factor = sum > 0 || std::isnan(sum) ? 1 / sum : 0;
+    if (args.sinks) {
+      const float sink = args.sinks[query_head] * kLog2E;
+      const float top = std::max(max, sink);
+      const float rescale = max == -std::numeric_limits<float>::infinity() ? 0 : std::exp2(max - top);
+      factor = rescale / (sum * rescale + std::exp2(sink - top));
+    }
+    const int64_t index = (token * args.num_heads + query_head) * cache.head_dim_v;
+    if (cache.dtype == DType::kFloat32) {
+      kernels.write_row_f32(accumulator, cache.head_dim_v, factor, static_cast<float*>(args.out) + index);
+    } else {
+      kernels.write_row_bf16(accumulator, cache.head_dim_v, factor, static_cast<uint16_t*>(args.out) + index);
+    }
+  }
+
+  void merge(const WorkItem& item, int head, int rows, float* sum_row) const {
+    const int64_t first = item.row - static_cast<int64_t>(item.part) * rows;
+    const int dv = cache.head_dim_v;
+    for (int r = 0; r < rows; ++r) {
+      float max = -std::numeric_limits<float>::infinity(), sum = 0;
+      for (int part = 0; part < item.num_parts; ++part) {
+        max = std::max(max, partial_row(head, first + static_cast<int64_t>(part) * rows + r)[dv]);
+      }
+      std::fill_n(sum_row, dv, 0.0f);
+      for (int part = 0; part < item.num_parts; ++part) {
+        const float* row = partial_row(head, first + static_cast<int64_t>(part) * rows + r);
+        if (row[dv] == -std::numeric_limits<float>::infinity()) continue;
+        const float weight = std::exp2(row[dv] - max);
+        sum += row[dv + 1] * weight;
+        for (int i = 0; i < dv; ++i) sum_row[i] += row[i] * weight;
+      }
+      finish_row(item, head, r, sum_row, max, sum);
+    }
+  }
+
+  void run(const WorkItem& item, int head, std::byte* memory) const {
+    const int rows = item.num_q * group();
+    const auto size = static_cast<int64_t>(item_size(cache.dtype));
+    const int64_t head_block = static_cast<int64_t>(cache.block_size) * head;
+    const int64_t token = inputs.cu_seqlens_q[item.request] + item.q_begin;
+    const int q_len = inputs.cu_seqlens_q[item.request + 1] - inputs.cu_seqlens_q[item.request];
+    Task task;
+    task.query = static_cast<const char*>(args.query) +
+                 (token * args.query_token_stride + head * group() * args.query_head_stride) * size;
+    task.query_token_stride = args.query_token_stride;
+    task.query_head_stride = args.query_head_stride;
+    task.num_q = item.num_q;
+    task.group = group();
+    task.first_position = inputs.seq_lens[item.request] - q_len + item.q_begin;
+    task.block_table = inputs.block_tables + item.request * inputs.block_table_stride;
+    task.block_size = cache.block_size;
+    task.key = static_cast<const char*>(cache.key) + head_block * cache.head_dim * size;
+    task.value = static_cast<const char*>(cache.value) + head_block * cache.head_dim_v * size;
+    task.key_block_stride = static_cast<int64_t>(cache.num_kv_heads) * cache.block_size * cache.head_dim;
+    task.value_block_stride = static_cast<int64_t>(cache.num_kv_heads) * cache.block_size * cache.head_dim_v;
+    task.head_dim = cache.head_dim;
+    task.head_dim_v = cache.head_dim_v;
+    task.key_begin = item.key_begin;
+    task.key_end = item.key_end;
+    task.sliding_window = args.sliding_window;
+    task.scale = args.scale;
+    task.softcap = args.softcap;
+    const int64_t padded_rows = round_up(rows, 32);
+    task.accumulator_stride = round_up(cache.head_dim_v, attention::kColumnPadding);
+    task.accumulator = reinterpret_cast<float*>(memory);
+    task.row_max = task.accumulator + padded_rows * task.accumulator_stride;
+    task.row_sum = task.row_max + padded_rows;
+    task.workspace =
+        memory + round_up(padded_rows * (task.accumulator_stride + 2) * static_cast<int64_t>(sizeof(float)), 64);
+
+    const bool few_rows = rows <= attention::kMaxRows;
+    if (cache.dtype == DType::kFloat32) {
+      (few_rows ? kernels.attend_rows_f32 : kernels.attend_tile_f32)(task);
+    } else {
+      (few_rows ? kernels.attend_rows_bf16 : kernels.attend_tile_bf16)(task);
+    }
+
+    if (item.num_parts == 1) {
+      for (int r = 0; r < rows; ++r) {
+        finish_row(item, head, r, task.accumulator + r * task.accumulator_stride, task.row_max[r], task.row_sum[r]);
+      }
+      return;
+    }
+    for (int r = 0; r < rows; ++r) {
+      float* to = partial_row(head, item.row + r);
+      std::copy_n(task.accumulator + r * task.accumulator_stride, cache.head_dim_v, to);
+      to[cache.head_dim_v] = task.row_max[r];
+      to[cache.head_dim_v + 1] = task.row_sum[r];
+    }
+    // Whoever finishes last merges all parts, in their order, so the result does not depend on who was last.
+    std::atomic<int>& done = counters[item.split * cache.num_kv_heads + head];
+    if (done.fetch_add(1, std::memory_order_acq_rel) + 1 == item.num_parts) {
+      done.store(0, std::memory_order_relaxed);
+      merge(item, head, rows, task.accumulator);
+    }
+  }
+};
+
+WorkShape work_shape(const AttentionArgs& args, const LayerCache& cache) {
+  return {cache.num_kv_heads,
+          args.num_heads / cache.num_kv_heads,
+          cache.block_size,
+          cache.num_blocks,
+          cache.head_dim,
+          cache.head_dim_v,
+          static_cast<int>(item_size(cache.dtype)),
+          args.sliding_window};
+}
+
+void check(const AttentionArgs& args, const LayerCache& cache, const StepPlan& plan) {
+  if (args.head_dim != cache.head_dim) {
+    throw std::invalid_argument("the query has head_dim " + std::to_string(args.head_dim) + ", the key cache has " +
+                                std::to_string(cache.head_dim) + ".");
+  }
+  if (args.num_heads <= 0 || args.num_heads % cache.num_kv_heads != 0) {
+    throw std::invalid_argument("the query has " + std::to_string(args.num_heads) + " heads, the key cache has " +
+                                std::to_string(cache.num_kv_heads) + "; the first must be a multiple of the second.");
+  }
+  if (args.num_tokens < plan.num_tokens()) {
+    throw std::invalid_argument("the query has " + std::to_string(args.num_tokens) + " tokens, the plan has " +
+                                std::to_string(plan.num_tokens()) + ".");
+  }
+  if (!(args.scale >= 0) || args.sliding_window < 0 || !(args.softcap >= 0)) {
+    throw std::invalid_argument("scale " + std::to_string(args.scale) + ", sliding_window " +
+                                std::to_string(args.sliding_window) + ", softcap " + std::to_string(args.softcap) +
+                                ": none may be negative.");
+  }
+}
+
+}  // namespace
+
+double estimate_attention_ns(const AttentionArgs& args, const LayerCache& cache, StepPlan& plan) {
+  check(args, cache, plan);
+  return plan.work(work_shape(args, cache)).cost_per_head * cache.num_kv_heads;
+}
+
+void paged_attention(const AttentionArgs& args, const LayerCache& cache, StepPlan& plan, int num_threads) {
+  check(args, cache, plan);
+  const int num_heads = cache.num_kv_heads;
+  const WorkList& work = plan.work(work_shape(args, cache));
+  const Kernels& kernels = attention::kernels(selected_isa());
+  const size_t num_floats = num_heads * work.num_partial_rows * (cache.head_dim_v + 2);
+  const Call call{args,
+                  cache,
+                  plan.inputs(),
+                  work,
+                  kernels,
+                  plan.partials(num_floats),
+                  plan.split_counters(static_cast<size_t>(work.num_splits) * num_heads)};
+
+  const int64_t out_row_bytes = static_cast<int64_t>(args.num_heads) * cache.head_dim_v * item_size(cache.dtype);
+  std::memset(static_cast<char*>(args.out) + plan.num_tokens() * out_row_bytes, 0,
+              (args.num_tokens - plan.num_tokens()) * out_row_bytes);
+
+  const auto num_tasks = static_cast<int64_t>(work.items.size()) * num_heads;
+  if (work.cost_per_head * num_heads < kMinParallelNs) num_threads = 1;
+  num_threads = static_cast<int>(std::clamp<int64_t>(num_tasks, 1, std::max(1, num_threads)));
+  const bool tiles =
+      cache.dtype == DType::kBFloat16 && work.max_rows > attention::kMaxRows && kernels.enter_tiles != nullptr;
+  const size_t scratch_bytes = call.scratch_bytes();
+  std::atomic<int64_t> next{0};
+  parallel_team(num_threads, [&](int, int) {
+    std::byte* memory = scratch.at_least(scratch_bytes);
+    if (tiles) kernels.enter_tiles();
+    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < num_tasks;) {
+      call.run(work.items[i / num_heads], static_cast<int>(i % num_heads), memory);
+    }
+    if (tiles) kernels.leave_tiles();
+  });
+}
+
+}  // namespace llmopt

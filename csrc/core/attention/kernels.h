@@ -1,0 +1,68 @@
+// Between the driver and the kernels, which are compiled once per instruction set.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "llmopt/isa.h"
+
+namespace llmopt::attention {
+
+// Up to this many rows the keys are read in place; above it they are packed into panels, which pays when they are
+// used often. A constant of the design, not of the machine: it decides how results round.
+inline constexpr int kMaxRows = 8;
+
+// Rows against a range of keys, for one key head. Row r = t * group + g is query head g of the group at token t.
+// Pointers point at the first token, head and key head of the task.
+struct Task {
+  const void* query;
+  int64_t query_token_stride, query_head_stride;  // elements
+  int num_q, group;
+  int first_position;  // of the first token; negative: it sees no key
+  const int32_t* block_table;
+  int block_size;
+  const void* key;  // element [block 0, head, 0, 0] of the cache
+  const void* value;
+  int64_t key_block_stride, value_block_stride;  // elements
+  int head_dim, head_dim_v;
+  int key_begin, key_end;
+  int sliding_window;  // 0: none
+  float scale;
+  float softcap;  // 0: off
+  // Results, float32 in the scratch memory, row by row.
+  float* accumulator;          // [rows, accumulator_stride], sum of exp2(score - max) * value
+  int64_t accumulator_stride;  // at least head_dim_v rounded up to kColumnPadding
+  float* row_max;              // [rows], in units of log2; -infinity: nothing seen
+  float* row_sum;              // [rows]
+  std::byte* workspace;        // workspace_bytes(...) bytes, 64-byte aligned
+};
+
+inline constexpr int kColumnPadding = 32;
+
+struct Kernels {
+  // Fill accumulator, row_max and row_sum of a task. Rows are at most kMaxRows for attend_rows.
+  void (*attend_rows_f32)(const Task&);
+  void (*attend_rows_bf16)(const Task&);
+  void (*attend_tile_f32)(const Task&);
+  void (*attend_tile_bf16)(const Task&);
+  // out[i] = row[i] * factor for i < n, rounded to the dtype. Rows are padded to kColumnPadding.
+  void (*write_row_f32)(const float* row, int n, float factor, void* out);
+  void (*write_row_bf16)(const float* row, int n, float factor, void* out);
+  // Bytes of workspace of attend_rows and attend_tile.
+  size_t (*workspace_bytes)(int rows, int head_dim, int head_dim_v);
+  // Around tasks with bfloat16 tiles, on each thread; may be null.
+  void (*enter_tiles)();
+  void (*leave_tiles)();
+};
+
+const Kernels& portable_kernels();
+#if defined(LLMOPT_X86)
+const Kernels& avx2_kernels();
+const Kernels& avx512_kernels();
+const Kernels& avx512_bf16_kernels();
+const Kernels& amx_kernels();
+#endif
+
+const Kernels& kernels(Isa isa);
+
+}  // namespace llmopt::attention

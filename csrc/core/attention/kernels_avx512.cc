@@ -1,0 +1,10 @@
+#include "core/attention/kernels_table.h"
+
+namespace llmopt::attention {
+
+const Kernels& avx512_kernels() {
+  static const Kernels kernels = make_kernels<FloatDot<BFloat16>, FloatCompute<BFloat16>>();
+  return kernels;
+}
+
+}  // namespace llmopt::attention

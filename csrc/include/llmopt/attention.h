@@ -1,0 +1,52 @@
+// Attention of packed, ragged queries over paged keys and values, and the write of new keys and values.
+#pragma once
+
+#include <cstdint>
+
+#include "llmopt/layer_cache.h"
+#include "llmopt/step_plan.h"
+
+namespace llmopt {
+
+// Strides count elements. T tokens, Hq query heads, D head_dim, Dv head_dim_v of the cache.
+struct AttentionArgs {
+  const void* query;  // [T, Hq, D], last dimension contiguous
+  int64_t query_token_stride;
+  int64_t query_head_stride;
+  int64_t num_tokens;  // T; rows past the last request of the plan become zeros
+  int num_heads;       // Hq, a multiple of the cache's num_kv_heads
+  int head_dim;
+  void* out;           // [T, Hq, Dv], contiguous
+  float scale;         // not negative
+  int sliding_window;  // a query sees that many last keys, itself included; 0: all
+  float softcap;       // score = tanh(score / softcap) * softcap; 0: off
+  const float* sinks;  // [Hq] one more logit per head in the denominator, or nullptr
+};
+
+struct WriteKvArgs {
+  const void* key;  // [T, Hkv, D], last dimension contiguous, dtype of the cache
+  int64_t key_token_stride;
+  int64_t key_head_stride;
+  const void* value;  // [T, Hkv, Dv], last dimension contiguous, dtype of the cache
+  int64_t value_token_stride;
+  int64_t value_head_stride;
+  int64_t num_tokens;  // T; tokens past the end of the plan's slot_mapping are not written
+  int num_kv_heads;
+  int head_dim;
+  int head_dim_v;
+};
+
+// Softmax and accumulation in float32. In bfloat16 the AVX512_BF16 and AMX kernels round the probabilities of a tile
+// of queries to bfloat16 before they meet the values, as flash attention does; all other paths keep them in float32.
+// Throws std::invalid_argument when sizes do not fit the cache or the plan, std::out_of_range on a bad block id.
+void paged_attention(const AttentionArgs& args, const LayerCache& cache, StepPlan& plan, int num_threads);
+
+// Throws std::invalid_argument when sizes do not fit the cache, std::out_of_range on a slot past its end; nothing is
+// written then.
+void write_kv(const WriteKvArgs& args, const LayerCache& cache, const StepPlan& plan, int num_threads);
+
+// Rough time in ns of a call on one thread, to decide whether releasing a lock around it pays.
+double estimate_attention_ns(const AttentionArgs& args, const LayerCache& cache, StepPlan& plan);
+double estimate_write_ns(const WriteKvArgs& args, const LayerCache& cache);
+
+}  // namespace llmopt
