@@ -1,0 +1,252 @@
+"""Layer 2, plain: first come, first served, continuous batching, long prompts in chunks."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from llmopt.batch import AcceptedTokens, Batch, StepOutput
+from llmopt.errors import ContextLengthError, InvalidPromptError, RequestError, RequestTooLargeError
+from llmopt.request import RequestStatus
+
+if TYPE_CHECKING:
+    from llmopt.batch_builder import BatchBuilder
+    from llmopt.block_pool import BlockPool
+    from llmopt.queue import RequestQueue
+    from llmopt.request import Request
+    from llmopt.stages import Allocate, Detokenize, Lookup
+
+
+class BaselineAdmit:
+    """Refuse what can never run; append the rest to the waiting requests."""
+
+    def __init__(self, allocate: Allocate, pool: BlockPool, vocab_size: int, max_model_len: int) -> None:
+        self.allocate = allocate
+        self.pool = pool
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
+
+    def __call__(self, request: Request, queue: RequestQueue) -> None:
+        name = request.request_id
+        if name in queue.by_id:
+            raise RequestError(f"request id {name!r} belongs to a live request. Choose another, or wait for its end.")
+        ids = request.token_ids[: request.num_tokens]
+        if ids.size == 0:
+            raise InvalidPromptError(f"request {name!r} has an empty prompt. Give at least one token.")
+        if ids.min() < 0 or ids.max() >= self.vocab_size:
+            bad = next(int(i) for i in ids if not 0 <= i < self.vocab_size)
+            raise InvalidPromptError(
+                f"request {name!r} has token id {bad}; the vocabulary of the model is 0 to {self.vocab_size - 1}."
+            )
+        wanted = request.num_prompt_tokens + (request.sampling.max_new_tokens or 1)
+        if wanted > self.max_model_len:
+            raise ContextLengthError(
+                f"request {name!r} has a prompt of {request.num_prompt_tokens} tokens and wants at least "
+                f"{request.sampling.max_new_tokens or 1} more; the limit is {self.max_model_len} together. "
+                "Shorten the prompt, ask for fewer tokens, or build with a larger max_model_len."
+            )
+        needed = self.allocate.num_blocks_ever(request)
+        if needed > self.pool.num_blocks:
+            raise RequestTooLargeError(
+                f"request {name!r} needs {needed} KV blocks of {self.pool.block_size} tokens, the pool has "
+                f"{self.pool.num_blocks}. Ask for fewer tokens, or build with a larger pool_bytes."
+            )
+        queue.add(request)
+
+
+class BaselineSchedule:
+    """Running requests first, in order of admission; then waiting ones in order of arrival.
+
+    Policy when the pool is short: a waiting request that lacks blocks lets later ones pass, until ``max_overtakes``
+    requests have started before it; then nobody passes, so it runs at the latest when the running ones end. A running
+    request that lacks blocks pre-empts the one admitted last, which starts again from its first token.
+
+    :param can_chunk: whether a prompt may be computed in several steps; recurrent states only take a whole one.
+    :param num_lookahead: draft tokens to keep room for.
+    """
+
+    max_overtakes = 64
+
+    def __init__(
+        self,
+        allocate: Allocate,
+        lookup: Lookup,
+        builder: BatchBuilder,
+        max_num_requests: int,
+        max_tokens_per_step: int,
+        can_chunk: bool,
+        num_lookahead: int,
+    ) -> None:
+        self.allocate = allocate
+        self.lookup = lookup
+        self.builder = builder
+        self.max_num_requests = max_num_requests
+        self.max_tokens_per_step = max_tokens_per_step
+        self.can_chunk = can_chunk
+        self.num_lookahead = num_lookahead
+        self.num_preemptions = 0
+        self._overtakes: dict[str, int] = {}  # head of the line -> requests that passed it
+
+    def __call__(self, queue: RequestQueue) -> Batch | None:
+        budget = self.max_tokens_per_step
+        chosen: dict[Request, int] = {}
+        for request in list(queue.running):
+            if request.status is not RequestStatus.RUNNING or budget <= 0:
+                continue
+            num_new = self._fit(request, budget, bool(chosen))
+            if num_new == 0:
+                continue  # waits for the rest of its group, or does not fit this step
+            if not self._make_room(request, num_new, queue, chosen):
+                continue
+            chosen[request] = num_new
+            budget -= num_new
+        if queue.waiting:
+            self._start_waiting(queue, chosen, budget)
+        if not chosen:
+            return self(queue) if self._break_stall(queue) else None
+        return self.builder.build(list(chosen), list(chosen.values()))
+
+    def _fit(self, request: Request, budget: int, has_company: bool) -> int:
+        """Tokens of a request that this step can take."""
+        behind = request.num_tokens - request.num_computed_tokens
+        if behind <= budget or self.can_chunk:
+            return min(behind, budget)
+        return 0 if has_company else behind
+
+    def _make_room(self, request: Request, num_new: int, queue: RequestQueue, chosen: dict[Request, int]) -> bool:
+        """Allocate for a running request; pre-empt from the end of the line while blocks are short."""
+        while not self.allocate(request, num_new + self.num_lookahead):
+            victim = queue.running[-1]
+            chosen.pop(victim, None)
+            self.allocate.free(victim)
+            queue.preempt(victim)
+            self.num_preemptions += 1
+            if victim is request:
+                return False
+        return True
+
+    def _start_waiting(self, queue: RequestQueue, chosen: dict[Request, int], budget: int) -> None:
+        blocked: Request | None = None
+        for request in list(queue.waiting):
+            if budget <= 0 or len(queue.running) >= self.max_num_requests or not queue.free_slots:
+                break
+            if not self._start(request, queue, chosen, budget):
+                if blocked is None:
+                    blocked = request
+                    if self._overtakes.get(request.request_id, 0) >= self.max_overtakes:
+                        break
+                continue
+            budget -= chosen[request]
+            self._overtakes.pop(request.request_id, None)
+            if blocked is not None:
+                passed = self._overtakes.get(blocked.request_id, 0) + 1
+                self._overtakes[blocked.request_id] = passed
+                if passed >= self.max_overtakes:
+                    break
+        if len(self._overtakes) > len(queue.by_id):
+            self._overtakes = {name: n for name, n in self._overtakes.items() if name in queue.by_id}
+
+    def _break_stall(self, queue: RequestQueue) -> bool:
+        """Free blocks when lockstep groups wait for members that cannot start.
+
+        Every running request then waits, so the group that started first may take all: the others go back to the end
+        of the line. Returns whether anything changed.
+        """
+        if not queue.running or not queue.waiting:
+            return False
+        first = queue.running[0].lockstep
+        victims = [r for r in queue.running if r.lockstep is not first]
+        for victim in victims:
+            self.allocate.free(victim)
+            queue.preempt(victim)
+            queue.waiting.rotate(-1)  # from the head of the line to its end
+            self.num_preemptions += 1
+        return bool(victims)
+
+    def _start(self, request: Request, queue: RequestQueue, chosen: dict[Request, int], budget: int) -> bool:
+        found = self.lookup(request)
+        if found is None:
+            return False
+        request.num_computed_tokens = request.num_cached_tokens = found
+        num_new = self._fit(request, budget, bool(chosen))
+        if num_new == 0 or not self.allocate(request, num_new + self.num_lookahead):
+            self.allocate.free(request)  # what `lookup` shared
+            request.num_computed_tokens = request.num_cached_tokens = 0
+            return False
+        queue.start(request)
+        chosen[request] = num_new
+        return True
+
+    def stats(self) -> dict[str, int]:
+        return {"num_preemptions": self.num_preemptions}
+
+
+class BaselineCommit:
+    """Advance the requests of a step, turn tokens into text, and let finished requests go at once."""
+
+    def __init__(self, allocate: Allocate, detokenize: Detokenize, queue: RequestQueue) -> None:
+        self.allocate = allocate
+        self.detokenize = detokenize
+        self.queue = queue
+
+    def __call__(self, batch: Batch, accepted: AcceptedTokens) -> StepOutput:
+        for request, num_new, num_drafts in zip(
+            batch.requests, batch.num_scheduled.tolist(), batch.num_drafts.tolist(), strict=True
+        ):
+            request.num_computed_tokens += num_new - num_drafts
+        output = StepOutput(num_tokens=batch.num_tokens)
+        now = time.perf_counter()
+        for request, token_ids, reason in zip(
+            accepted.requests, accepted.token_ids, accepted.finish_reasons, strict=True
+        ):
+            try:
+                num_kept = self._append(request, token_ids)
+            except Exception as error:  # text of one request must not stop the others
+                request.finish("error", error)
+                num_kept = 0
+            if num_kept:
+                request.num_computed_tokens += num_kept - 1  # accepted drafts are in the pool
+                request.first_token_s = request.first_token_s or now
+                output.num_new_tokens += num_kept
+                output.advanced.append(request)
+            if reason is not None and not request.is_finished:
+                request.finish(reason)
+            if request.is_finished:
+                self._release(request, output)
+        for name, error in accepted.errors.items():
+            failed = self.queue.by_id.get(name)
+            if failed is not None:
+                failed.finish("error", error)
+                self._release(failed, output)
+        return output
+
+    def _append(self, request: Request, token_ids: list[int]) -> int:
+        """Append tokens until one ends the request. Returns how many were kept."""
+        if request.lockstep is not None:  # its group decides about the end
+            for token_id in token_ids:
+                request.append(token_id)
+            return len(token_ids)
+        for count, token_id in enumerate(token_ids, start=1):
+            request.append(token_id)
+            if token_id in request.eos_token_ids:
+                request.stop_reason = token_id
+                request.finish("stop")
+            elif request.wants_text:
+                request.text += self.detokenize(request)
+                if request.stop_reason is not None:
+                    request.finish("stop")
+            if not request.is_finished and request.num_tokens >= request.max_len:
+                request.finish("length")
+            if request.is_finished:
+                if request.wants_text:
+                    request.text += self.detokenize(request)
+                    if request.finish_reason == "length" and request.stop_reason is not None:
+                        request.finish("stop")
+                return count
+        return len(token_ids)
+
+    def _release(self, request: Request, output: StepOutput) -> None:
+        self.queue.remove(request)
+        if not request.keep_blocks:
+            self.allocate.free(request)
+        output.finished.append(request)

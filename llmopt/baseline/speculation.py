@@ -1,0 +1,96 @@
+"""Layer 3, plain: no drafts of its own, and a verifier that takes anybody's."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from llmopt.batch import AcceptedTokens, Batch, DraftTokens
+from llmopt.sampler import Row, sample
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from llmopt.request import Lockstep, Request
+    from llmopt.stages import LogitsMask
+
+
+class BaselinePropose:
+    """Guess nothing."""
+
+    def __call__(self, batch: Batch) -> DraftTokens | None:
+        return None
+
+
+class BaselineVerify:
+    """Sample, then match: choose every row's token as if it came alone, and keep drafts as long as they agree.
+
+    A draft is kept when it equals the token that is chosen in its place, so the output is what it would be without
+    drafts, greedy or sampled (the random number of a token depends on seed and position only).
+    """
+
+    def __call__(
+        self, batch: Batch, drafts: DraftTokens | None, logits: Tensor, mask: LogitsMask | None
+    ) -> AcceptedTokens:
+        if mask is not None:
+            logits = mask.apply(logits)
+        if drafts is None and all(r.lockstep is None for r in batch.logits_requests):
+            tokens, failed = sample([Row(r) for r in batch.logits_requests], logits)
+            if not failed:
+                requests = batch.logits_requests
+                return AcceptedTokens(requests, [[t] for t in tokens], [None] * len(tokens))
+        return self._verify_mixed(batch, drafts, logits)
+
+    def _verify_mixed(self, batch: Batch, drafts: DraftTokens | None, logits: Tensor) -> AcceptedTokens:
+        accepted = AcceptedTokens([], [], [])
+        rows: list[Row] = []
+        indices: list[int] = []
+        groups: dict[int, Lockstep] = {}
+        draft_of = {} if drafts is None else {r: drafts.token_ids[b].tolist() for b, r in enumerate(batch.requests)}
+        depth: dict[Request, int] = {}
+        for index, request in enumerate(batch.logits_requests):
+            if request.lockstep is not None:
+                if request.lockstep.put(request, logits[index]):
+                    groups[id(request.lockstep)] = request.lockstep
+                continue
+            count = depth.get(request, 0)
+            depth[request] = count + 1
+            rows.append(Row(request, draft_of[request][:count] if count else []))
+            indices.append(index)
+        if rows:
+            tokens, failed = sample(rows, logits if len(rows) == logits.shape[0] else logits[indices])
+            self._match(rows, tokens, failed, draft_of, accepted)
+        for group in groups.values():
+            chosen = group.choose()
+            accepted.requests += chosen.requests
+            accepted.token_ids += chosen.token_ids
+            accepted.finish_reasons += chosen.finish_reasons
+            accepted.errors |= chosen.errors
+        return accepted
+
+    @staticmethod
+    def _match(
+        rows: list[Row],
+        tokens: list[int],
+        failed: dict[int, BaseException],
+        draft_of: dict[Request, list[int]],
+        accepted: AcceptedTokens,
+    ) -> None:
+        """Walk each request's rows in order and stop at the first draft that disagrees."""
+        done: Request | None = None
+        for index, (row, token) in enumerate(zip(rows, tokens, strict=True)):
+            request, depth = row.request, len(row.drafts)
+            if request is done:
+                continue
+            if index in failed:
+                if depth == 0:  # deeper rows stand on drafts; the error comes back when they are real
+                    accepted.errors[request.request_id] = failed[index]
+                done = request
+                continue
+            if depth == 0:
+                accepted.requests.append(request)
+                accepted.token_ids.append([])
+                accepted.finish_reasons.append(None)
+            accepted.token_ids[-1].append(token)
+            drafts = draft_of.get(request, [])
+            if depth >= len(drafts) or drafts[depth] != token:
+                done = request

@@ -1,0 +1,117 @@
+"""The data of one step: what is scheduled, drafted, accepted, and what came out."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from llmopt.request import Request
+
+_ARRAYS = (
+    "num_scheduled",
+    "token_ids",
+    "positions",
+    "cu_seqlens_q",
+    "seq_lens",
+    "block_tables",
+    "slot_mapping",
+    "logits_indices",
+    "slots",
+    "num_drafts",
+)
+
+
+@dataclass(slots=True)
+class Batch:
+    """The tokens of one forward, packed and ragged.
+
+    Row ``b`` owns tokens ``cu_seqlens_q[b] : cu_seqlens_q[b+1]`` of the packed arrays::
+
+        token_ids      | a5 a6 a7 | b9 | c0 c1 c2 c3 |      T = 8 tokens, B = 3 requests
+        cu_seqlens_q   0          3    4             8
+        seq_lens       8, 10, 4                            KV length after this step
+        logits_indices 2, 3, 7                             tokens whose logits are wanted
+
+    Arrays are views of buffers that are reused: a batch is valid until the next one is scheduled. `to_bytes` holds
+    everything that another rank needs to run the same forward; ``requests`` stays with the scheduler.
+    """
+
+    request_ids: list[str]
+    num_scheduled: np.ndarray  # [B] int32, tokens of each request in this step, drafts included
+    token_ids: np.ndarray  # [T] int64
+    positions: np.ndarray  # [T] int64
+    cu_seqlens_q: np.ndarray  # [B+1] int32
+    seq_lens: np.ndarray  # [B] int32
+    block_tables: np.ndarray  # [B, M] int32, M is the longest table; unused entries are 0
+    slot_mapping: np.ndarray  # [T] int64, block * block_size + offset; -1: not stored
+    logits_indices: np.ndarray  # [R] int64 into the packed tokens
+    slots: np.ndarray  # [B] int32, number among the running requests; row of the recurrent states
+    num_drafts: np.ndarray  # [B] int32, how many of the row's last tokens are drafts
+    adapters: list[str | None] = field(default_factory=list)  # [B] LoRA adapter names
+    requests: list[Request] = field(default_factory=list)  # [B], on the scheduling rank only
+    logits_requests: list[Request] = field(default_factory=list)  # [R], who receives each row of logits
+
+    @property
+    def num_requests(self) -> int:
+        """Rows of the batch."""
+        return len(self.request_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the forward."""
+        return int(self.token_ids.shape[0])
+
+    def to_bytes(self) -> bytes:
+        """Serialise the batch for another rank: a JSON header line, then the arrays."""
+        arrays = [np.ascontiguousarray(getattr(self, name)) for name in _ARRAYS]
+        header = {
+            "request_ids": self.request_ids,
+            "adapters": self.adapters,
+            "arrays": [[a.dtype.str, list(a.shape)] for a in arrays],
+        }
+        return b"".join([json.dumps(header).encode(), b"\n", *(a.tobytes() for a in arrays)])
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Batch:
+        """Rebuild a batch from `to_bytes`; ``requests`` are empty on this side."""
+        line, _, rest = data.partition(b"\n")
+        header = json.loads(line)
+        arrays, start = {}, 0
+        for name, (dtype, shape) in zip(_ARRAYS, header["arrays"], strict=True):
+            count = int(np.prod(shape, dtype=np.int64))
+            arrays[name] = np.frombuffer(rest, dtype=dtype, count=count, offset=start).reshape(shape)
+            start += arrays[name].nbytes
+        return cls(request_ids=header["request_ids"], adapters=header["adapters"], **arrays)
+
+
+@dataclass(slots=True)
+class DraftTokens:
+    """Guesses for the next tokens, one row per request of the batch."""
+
+    token_ids: np.ndarray  # [B, num_draft] int64, -1 pads
+    num_draft: np.ndarray  # [B] int32, how many of the row are real
+    probs: np.ndarray | None = None  # [B, num_draft, vocab] float32; None when the draft is deterministic
+
+
+@dataclass(slots=True)
+class AcceptedTokens:
+    """What `Verify` decided. A request of a lockstep group may get its token in a later step than its logits."""
+
+    requests: list[Request]  # who got tokens
+    token_ids: list[list[int]]  # the tokens of each, in order
+    finish_reasons: list[str | None]  # set where the chooser itself ended the request
+    errors: dict[str, BaseException] = field(default_factory=dict)  # request id -> why it can't go on
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """What one step did."""
+
+    num_tokens: int = 0  # tokens of the forward; 0: nothing was scheduled
+    num_new_tokens: int = 0  # tokens chosen
+    advanced: list[Request] = field(default_factory=list)  # requests that got tokens
+    finished: list[Request] = field(default_factory=list)  # requests that ended in this step

@@ -1,0 +1,110 @@
+"""Packing of scheduled requests into the arrays of a batch, in buffers that are made once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from llmopt.batch import Batch, DraftTokens
+
+if TYPE_CHECKING:
+    from llmopt.request import Request
+
+
+class BatchBuilder:
+    """Builds batches. A batch is a set of views into this builder's buffers, valid until the next `build`."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self._arange = np.arange(1024, dtype=np.int64)
+        self._reserve(num_requests=8, num_tokens=512, table_width=64)
+
+    def _reserve(self, num_requests: int, num_tokens: int, table_width: int) -> None:
+        self._max_requests, self._max_tokens, self._max_width = num_requests, num_tokens, table_width
+        self._num_scheduled = np.empty(num_requests, dtype=np.int32)
+        self._num_drafts = np.empty(num_requests, dtype=np.int32)
+        self._seq_lens = np.empty(num_requests, dtype=np.int32)
+        self._slots = np.empty(num_requests, dtype=np.int32)
+        self._cu_seqlens_q = np.zeros(num_requests + 1, dtype=np.int32)
+        self._block_tables = np.zeros((num_requests, table_width), dtype=np.int32)
+        self._token_ids = np.empty(num_tokens, dtype=np.int64)
+        self._positions = np.empty(num_tokens, dtype=np.int64)
+        self._slot_mapping = np.empty(num_tokens, dtype=np.int64)
+
+    def build(self, requests: list[Request], num_scheduled: list[int], drafts: DraftTokens | None = None) -> Batch:
+        """Pack ``num_scheduled[i]`` tokens of ``requests[i]``, and its drafts after them.
+
+        :param num_scheduled: tokens without drafts.
+        """
+        size, block_size = len(requests), self.block_size
+        num_drafts = [0] * size if drafts is None else drafts.num_draft.tolist()
+        total = sum(num_scheduled) + sum(num_drafts)
+        width = max(len(r.block_table) for r in requests)
+        if size > self._max_requests or total > self._max_tokens or width > self._max_width:
+            self._reserve(
+                max(size, self._max_requests), max(2 * total, self._max_tokens), max(2 * width, self._max_width)
+            )
+        tables = self._block_tables[:size, :width]
+        tables.fill(0)
+        logits_indices: list[int] = []
+        logits_requests: list[Request] = []
+        end = 0
+        for row, (request, num_new, num_draft) in enumerate(zip(requests, num_scheduled, num_drafts, strict=True)):
+            start, computed = end, request.num_computed_tokens
+            middle = start + num_new
+            end = middle + num_draft
+            known = computed + num_new
+            seq_len = known + num_draft
+            table = tables[row, : len(request.block_table)]
+            table[:] = request.block_table
+            self._num_scheduled[row] = num_new + num_draft
+            self._num_drafts[row] = num_draft
+            self._seq_lens[row] = seq_len
+            self._slots[row] = request.slot
+            self._cu_seqlens_q[row + 1] = end
+            if end - start == 1:  # a decode: scalars are faster than slices
+                self._token_ids[start] = request.token_ids[computed]
+                self._positions[start] = computed
+                block, offset = divmod(computed, block_size)
+                self._slot_mapping[start] = request.block_table[block] * block_size + offset if width else -1
+            else:
+                self._token_ids[start:middle] = request.token_ids[computed:known]
+                if num_draft and drafts is not None:
+                    self._token_ids[middle:end] = drafts.token_ids[row, :num_draft]
+                positions = self._positions[start:end]
+                positions[:] = self._range(computed, seq_len)
+                blocks, offsets = np.divmod(positions, block_size)
+                if width:
+                    self._slot_mapping[start:end] = table[blocks].astype(np.int64) * block_size + offsets
+                else:
+                    self._slot_mapping[start:end] = -1
+            if known == request.num_tokens:
+                logits_indices.extend(range(middle - 1, end))
+                logits_requests.extend([request] * (1 + num_draft))
+        adapters = [r.adapter for r in requests]
+        return Batch(
+            request_ids=[r.request_id for r in requests],
+            num_scheduled=self._num_scheduled[:size],
+            token_ids=self._token_ids[:end],
+            positions=self._positions[:end],
+            cu_seqlens_q=self._cu_seqlens_q[: size + 1],
+            seq_lens=self._seq_lens[:size],
+            block_tables=tables,
+            slot_mapping=self._slot_mapping[:end],
+            logits_indices=np.array(logits_indices, dtype=np.int64),
+            slots=self._slots[:size],
+            num_drafts=self._num_drafts[:size],
+            adapters=adapters if any(adapters) else [],
+            requests=requests,
+            logits_requests=logits_requests,
+        )
+
+    def with_drafts(self, batch: Batch, drafts: DraftTokens) -> Batch:
+        """Pack a batch again with draft tokens at the end of its rows."""
+        return self.build(batch.requests, batch.num_scheduled.tolist(), drafts)
+
+    def _range(self, start: int, end: int) -> np.ndarray:
+        if end > self._arange.size:
+            self._arange = np.arange(2 * end, dtype=np.int64)
+        return self._arange[start:end]

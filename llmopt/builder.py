@@ -1,0 +1,205 @@
+"""Building a pipeline: load, inspect, size the pool, fold the plugins over the baseline, test."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from llmopt import baseline
+from llmopt.batch_builder import BatchBuilder
+from llmopt.block_pool import BlockPool
+from llmopt.config import PipelineConfig
+from llmopt.errors import MemoryBudgetError, ModelError, UnsupportedModelError
+from llmopt.hf.capabilities import Capabilities, inspect_model
+from llmopt.hf.generate import Generate
+from llmopt.hf.probe import probe_layers, self_test
+from llmopt.hookspecs import STAGES
+from llmopt.kv_cache import KVCache
+from llmopt.pipeline import InferencePipeline
+from llmopt.queue import RequestQueue
+from llmopt.registry import BuildContext, Registry
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from llmopt.stages import Machine
+
+_DEFAULT_MODEL_LEN = 8192  # for models whose config names no limit
+
+
+def build(
+    model: PreTrainedModel | str | os.PathLike[str],
+    plugins: Sequence[Any] | str = (),
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    config: PipelineConfig | None = None,
+    load_options: dict[str, Any] | None = None,
+    **options: Any,
+) -> InferencePipeline:
+    """Build a pipeline around a model.
+
+    :param model: a loaded model, which is used as it is and never changed; or a folder, a hub id, or ``"demo"``, which
+        are loaded through safetensors and accelerate.
+    :param plugins: names (``"native"``), plugin objects (``ChunkedPrefill(chunk_size=512)``), or ``"auto"``. They apply
+        in this order.
+    :param tokenizer: for prompts given as text or messages; loaded along when ``model`` is a name.
+    :param config: settings; ``options`` are single settings by name, for example ``max_model_len=2048``.
+    :param load_options: handed to `llmopt.load` when ``model`` is a name, for example ``{"dtype": "bfloat16"}``.
+    :raises PluginError: a plugin is unknown, listed twice, conflicting, incomplete or cannot run here.
+    :raises ModelError: the model cannot be found or loaded.
+    :raises MemoryBudgetError: the memory for KV cannot hold one sequence.
+    """
+    registry = Registry(plugins)
+    settings = registry.configure((config or PipelineConfig()).with_options(**options))
+    if isinstance(model, (str, os.PathLike)):
+        from llmopt.hub import load
+
+        model, loaded_tokenizer = load(model, **(load_options or {}))
+        tokenizer = tokenizer or loaded_tokenizer
+    elif load_options:
+        raise ModelError("load_options were given together with a model that is loaded already. Leave one of them out.")
+    return _Builder(model, tokenizer, registry, settings).build()
+
+
+class _Builder:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        registry: Registry,
+        config: PipelineConfig,
+    ) -> None:
+        self.registry = registry
+        self.config = config
+        self.context = BuildContext(model=_unwrap(model), tokenizer=tokenizer)
+        self.plain = SimpleNamespace()  # the baseline stages
+        self.notes: list[str] = []
+
+    def build(self) -> InferencePipeline:
+        context, config = self.context, self.config
+        machine: Machine = self._stage("probe", lambda: baseline.BaselineProbe(context.model.device))()
+        context.machine = machine
+        context.model = self._stage("place", baseline.BaselinePlace)(context.model, machine)
+        context.model = self._stage("shard", baseline.BaselineShard)(context.model)
+        capabilities = context.capabilities = inspect_model(context.model)
+        self.registry.check_available(context)
+        if capabilities.why_not is None:
+            try:
+                probe_layers(context.model, capabilities)
+                if config.speculation.max_num_draft and capabilities.has_states:
+                    raise UnsupportedModelError("recurrent states cannot be rewound, so drafts cannot be verified")
+            except UnsupportedModelError as error:
+                capabilities.why_not = str(error)
+        pipeline = InferencePipeline()
+        pipeline.notes = self.notes
+        pipeline.registry, pipeline.config, pipeline.machine = self.registry, config, machine
+        pipeline.model, pipeline.tokenizer, pipeline.capabilities = context.model, context.tokenizer, capabilities
+        pipeline.baseline = self.plain
+        pipeline.why_not = capabilities.why_not
+        pipeline.max_model_len = 0
+        pipeline.generate = Generate(pipeline)
+        if pipeline.why_not is None:
+            self._build_engine(pipeline, capabilities, machine)
+        for stage in STAGES:
+            if hasattr(context.stages, stage):
+                setattr(pipeline, stage, getattr(context.stages, stage))
+        if pipeline.why_not is None and config.kernel.self_test:
+            pipeline.why_not = capabilities.why_not = self_test(pipeline)
+        return pipeline
+
+    def _build_engine(self, pipeline: InferencePipeline, capabilities: Capabilities, machine: Machine) -> None:
+        context, config = self.context, self.config
+        context.max_model_len, context.block_pool = self._size_pool(capabilities, machine)
+        pool = context.block_pool
+        kv = context.kv_cache = KVCache(capabilities.layer_shapes, pool.num_blocks, pool.block_size)
+        builder = context.batch_builder = BatchBuilder(pool.block_size)
+        queue = context.queue = RequestQueue(config.scheduling.max_num_requests)
+        stages, model, tokenizer = context.stages, context.model, context.tokenizer
+
+        make: dict[str, Callable[[], Any]] = {
+            "lookup": lambda: baseline.BaselineLookup(pool, kv, can_share=not capabilities.has_states),
+            "allocate": lambda: baseline.BaselineAllocate(pool),
+            "adapt": baseline.BaselineAdapt,
+            "attend": lambda: baseline.BaselineAttend(kv),
+            "execute": lambda: baseline.BaselineExecute(model, capabilities, kv, stages.attend),
+            "tokenize": lambda: baseline.BaselineTokenize(tokenizer),
+            "encode_media": baseline.BaselineEncodeMedia,
+            "constrain": baseline.BaselineConstrain,
+            "detokenize": lambda: baseline.BaselineDetokenize(tokenizer),
+            "admit": lambda: baseline.BaselineAdmit(
+                stages.allocate, pool, capabilities.vocab_size, context.max_model_len
+            ),
+            "schedule": lambda: baseline.BaselineSchedule(
+                stages.allocate,
+                stages.lookup,
+                builder,
+                max_num_requests=config.scheduling.max_num_requests,
+                max_tokens_per_step=config.scheduling.max_tokens_per_step,
+                can_chunk=not capabilities.has_states,
+                num_lookahead=config.speculation.max_num_draft,
+            ),
+            "commit": lambda: baseline.BaselineCommit(stages.allocate, stages.detokenize, queue),
+            "propose": baseline.BaselinePropose,
+            "verify": baseline.BaselineVerify,
+            "exchange": baseline.BaselineExchange,
+        }
+        for stage in STAGES:
+            if stage in make:
+                self._stage(stage, make[stage])
+        pipeline.max_model_len = context.max_model_len
+        pipeline.block_pool, pipeline.kv_cache, pipeline.queue = pool, kv, queue
+        pipeline.batch_builder = builder
+
+    def _stage(self, name: str, make: Callable[[], Any]) -> Any:
+        plain = make()
+        setattr(self.plain, name, plain)
+        return self.registry.build_stage(name, plain, self.config, self.context)
+
+    def _size_pool(self, capabilities: Capabilities, machine: Machine) -> tuple[int, BlockPool]:
+        """Longest sequence and blocks, from what this process may use.
+
+        :raises MemoryBudgetError: names the bytes needed for one sequence, the bytes there are, and what would fit.
+        """
+        memory, max_num_requests = self.config.memory, self.config.scheduling.max_num_requests
+        limit = capabilities.position_limit or _DEFAULT_MODEL_LEN
+        wanted = min(memory.max_model_len or limit, limit)
+        if memory.max_model_len is not None and memory.max_model_len > limit:
+            self.notes.append(f"max_model_len {memory.max_model_len} is cut to {limit}, the limit of the model")
+        per_token = KVCache.bytes_per_token(capabilities.layer_shapes)
+        if per_token == 0:  # no attention layer: a block is a licence to run, and holds nothing
+            return wanted, BlockPool(max_num_requests, wanted)
+        size = min(memory.block_size, wanted)
+        budget = memory.pool_bytes
+        if budget is None:
+            budget = int(machine.device_available_bytes * memory.memory_fraction)
+        num_blocks = max(0, budget) // (per_token * size)
+        fitting = num_blocks * size
+        if fitting < wanted:
+            if memory.max_model_len is not None or fitting < 2:
+                needed = -(-wanted // size) * size * per_token
+                raise MemoryBudgetError(
+                    f"one sequence of {wanted} tokens needs {needed} bytes of KV ({per_token} per token), and "
+                    f"{budget} bytes are available; the largest max_model_len that fits is {fitting}. "
+                    "Lower max_model_len, or raise pool_bytes or memory_fraction."
+                )
+            self.notes.append(f"max_model_len is cut from {wanted} to {fitting}, which is what the KV pool holds")
+            wanted = fitting
+        return wanted, BlockPool(min(num_blocks, -(-wanted // size) * max_num_requests), size)
+
+
+def _unwrap(model: Any) -> PreTrainedModel:
+    """Take the transformers model out of a PEFT wrapper.
+
+    :raises ModelError: for anything that is not a model of transformers.
+    """
+    from transformers import PreTrainedModel
+
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not isinstance(inner, PreTrainedModel):
+        raise ModelError(
+            f"expected a transformers model, a folder or a hub id, found {type(model).__name__}. "
+            "Load it with AutoModelForCausalLM.from_pretrained, or pass its name."
+        )
+    return inner

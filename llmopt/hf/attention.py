@@ -1,0 +1,185 @@
+"""One entry in transformers' attention interface, through which an unmodified model attends over the block pool.
+
+While a step runs, the model's configs name this entry; outside of it they name what the user chose. The entry looks
+for the step of its own thread. Without one (another thread uses the model meanwhile) it hands over to the user's
+implementation, so the model behaves as if it had not been touched.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
+
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.configuration_utils import PreTrainedConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+NAME = "llmopt"  # no "flash", "/" or "|" in it: transformers gives those a meaning
+
+# Keyword arguments that models hand to attention functions and that do not change what is computed here.
+_HARMLESS = frozenset(
+    {
+        "dropout",
+        "position_ids",
+        "use_cache",
+        "cache",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "return_dict",
+        "logits_to_keep",
+        "is_causal",
+        "deterministic",
+        "cu_seq_lens_q",
+        "cu_seq_lens_k",
+        "max_length_q",
+        "max_length_k",
+        "position_embeddings",
+    }
+)
+
+
+class Step(Protocol):
+    """What the attention entry asks of the step that is running on its thread."""
+
+    def attention(
+        self,
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        sliding_window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Attend ``query [1, Hq, T, D]`` (packed) or ``[B, Hq, 1, D]`` (rows); return it with heads second to last."""
+
+    def refuse(self, why: str) -> None:
+        """Called for an argument that this entry does not know; raises."""
+
+
+class _Local(threading.local):
+    step: Step | None = None
+
+
+_local = _Local()
+_originals: dict[int, str | None] = {}  # id of a config that a pipeline switches -> the user's implementation
+
+
+def attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """The registered attention function; see `transformers.AttentionInterface`."""
+    step = _local.step
+    if step is None:
+        original = _original_function(module)
+        for name, given in (("sliding_window", sliding_window), ("softcap", softcap), ("s_aux", s_aux)):
+            if given is not None:
+                kwargs[name] = given
+        result: tuple[Tensor, Tensor | None] = original(
+            module, query, key, value, attention_mask, scaling=scaling, **kwargs
+        )
+        return result
+    for name, argument in kwargs.items():
+        if argument is not None and name not in _HARMLESS:
+            step.refuse(f"attention is called with {name!r}, which the engine does not know")
+    if attention_mask is not None:
+        step.refuse("attention is called with a mask that the engine did not make")
+    if kwargs.get("is_causal") is False:
+        step.refuse("attention is not causal")
+    out = step.attention(
+        module,
+        query,
+        key,
+        value,
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        sliding_window=sliding_window,
+        softcap=softcap,
+        sinks=s_aux,
+    )
+    return out, None
+
+
+def mask(*args: Any, config: Any = None, **kwargs: Any) -> Any:
+    """The registered mask function: none in a step, the user's outside."""
+    if _local.step is not None:
+        return None
+    original = _originals.get(id(config)) or "sdpa"
+    return AttentionMaskInterface()[original](*args, config=config, **kwargs)
+
+
+AttentionInterface.register(NAME, attention)
+AttentionMaskInterface.register(NAME, mask)
+
+
+def _original_function(module: Any) -> Callable[..., Any]:
+    """The function that the module would have used."""
+    name = _originals.get(id(getattr(module, "config", None)))
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    function: Callable[..., Any] = AttentionInterface().get_interface(name, eager)
+    return function
+
+
+class AttentionSwitch:
+    """Names this library's attention in all configs of a model while a step runs, and the user's afterwards."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        configs: dict[int, PreTrainedConfig] = {}
+        for module in [model, *model.modules()]:
+            config = getattr(module, "config", None)
+            if isinstance(config, PreTrainedConfig):
+                configs[id(config)] = config
+        for config in list(configs.values()):
+            for name in config.sub_configs:
+                sub = getattr(config, name, None)
+                if isinstance(sub, PreTrainedConfig):
+                    configs[id(sub)] = sub
+        # vars() instead of setattr: a config's __setattr__ costs more than the rest of a step's bookkeeping
+        self._fields = [vars(config) for config in configs.values()]
+        self._ids = list(configs)
+        self._remember()
+
+    def _remember(self) -> None:
+        """Note the user's implementations; he may have changed them since the last step."""
+        for key, fields in zip(self._ids, self._fields, strict=True):
+            name = fields.get("_attn_implementation_internal")
+            if name != NAME:
+                _originals[key] = name
+
+    @contextmanager
+    def __call__(self, step: Step) -> Iterator[None]:
+        """Run one step: this thread's attention calls go to it."""
+        before = [fields.get("_attn_implementation_internal") for fields in self._fields]
+        self._remember()
+        outer, _local.step = _local.step, step
+        for fields in self._fields:
+            fields["_attn_implementation_internal"] = NAME
+        try:
+            yield
+        finally:
+            _local.step = outer
+            for fields, name in zip(self._fields, before, strict=True):
+                fields["_attn_implementation_internal"] = name
+
+    def close(self) -> None:
+        """Forget the configs."""
+        for key in self._ids:
+            _originals.pop(key, None)

@@ -1,0 +1,351 @@
+"""The contract of `model.generate`, served by the engine.
+
+transformers prepares the call (inputs, configuration, processors, criteria, warnings, errors) and hands it to the
+engine through its ``custom_generate`` argument. What the engine does not do goes to the model's own loop, for this
+call, with the reason noted:
+
+    native      greedy rows without processors: independent, each leaves when it is finished
+    lockstep    processors, criteria, sampling, streamers, scores: rows choose together, see `llmopt.hf.lockstep`
+    fall-back   beams, assisted decoding, attentions, caches of the caller, ...: `why_not`
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, GenerationMixin, StoppingCriteriaList
+from transformers.generation import (
+    EosTokenCriteria,
+    GenerateDecoderOnlyOutput,
+    MaxLengthCriteria,
+    StopStringCriteria,
+)
+from transformers.generation import logits_process as builtin_processors
+
+from llmopt.hf.capabilities import text_config
+from llmopt.hf.lockstep import LockstepGroup, LockstepOptions
+from llmopt.request import Request, SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, LogitsProcessorList
+
+    from llmopt.pipeline import InferencePipeline
+
+logger = logging.getLogger("llmopt")
+
+# Arguments of `generate` that only the model's own loop serves: name -> is it in use?
+_FALL_BACK = {
+    "num_beams": lambda v: v > 1,
+    "num_beam_groups": lambda v: v > 1,
+    "penalty_alpha": bool,
+    "dola_layers": bool,
+    "constraints": bool,
+    "force_words_ids": bool,
+    "guidance_scale": lambda v: v != 1,
+    "token_healing": bool,
+    "prompt_lookup_num_tokens": bool,
+    "use_mtp": bool,
+    "speculation_type": bool,
+    "assistant_early_exit": bool,
+    "output_attentions": bool,
+    "output_hidden_states": bool,
+    "low_memory": bool,
+    "use_cache": lambda v: v is False,
+    "cache_implementation": lambda v: v not in ("dynamic", "static"),
+    "compile_config": bool,
+    "max_cache_len": lambda v: False,
+}
+_FALL_BACK_ARGUMENTS = (
+    "assistant_model",
+    "negative_prompt_ids",
+    "negative_prompt_attention_mask",
+    "custom_generate",
+    "synced_gpus",
+    "cache",
+    "past_key_values",
+    "cache_params",
+    "decoder_input_ids",
+    "encoder_outputs",
+)
+_ENGINE_INPUTS = {"attention_mask", "position_ids", "cache", "logits_to_keep", "use_cache", "cache_position"}
+
+
+class Generate:
+    """`pipe.generate`: same arguments, same results, same errors as ``model.generate``."""
+
+    def __init__(self, pipeline: InferencePipeline) -> None:
+        self.pipeline = pipeline
+        self.fall_backs: Counter[str] = Counter()  # reason -> calls that the model's own loop served
+        self._call_numbers = itertools.count()
+
+    def __call__(self, inputs: Tensor | None = None, **kwargs: Any) -> Any:
+        model = self.pipeline.model
+        reason = self.pipeline.why_not or self._why_not(kwargs)
+        if reason is not None:
+            self.note(reason)
+            return GenerationMixin.generate(model, inputs, **kwargs)
+        streamer = kwargs.get("streamer")
+        kwargs = self._with_stop_strings(kwargs)
+        if kwargs.get("cache_implementation") == "static":
+            kwargs["cache_implementation"] = "dynamic"  # the pool is allocated ahead anyway
+
+        def engine(
+            model: Any,
+            input_ids: Tensor,
+            logits_processor: LogitsProcessorList,
+            stopping_criteria: StoppingCriteriaList,
+            generation_config: GenerationConfig,
+            **model_kwargs: Any,
+        ) -> Any:
+            call = _Call(self, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, streamer)
+            return call.run(next(self._call_numbers))
+
+        return GenerationMixin.generate(model, inputs, custom_generate=engine, **kwargs)
+
+    def note(self, reason: str) -> None:
+        """Count a fall-back, and warn of each reason once."""
+        self.fall_backs[reason] += 1
+        if self.fall_backs[reason] == 1:
+            logger.warning("generate runs through the model's own loop: %s.", reason)
+
+    def _why_not(self, kwargs: dict[str, Any]) -> str | None:
+        for name in _FALL_BACK_ARGUMENTS:
+            if kwargs.get(name) is not None:
+                return f"{name} is given"
+        given = kwargs.get("generation_config")
+        own = self.pipeline.model.generation_config
+        for name, in_use in _FALL_BACK.items():
+            value = kwargs.get(name)
+            if value is None and given is not None:
+                value = getattr(given, name, None)
+            if value is None:
+                value = getattr(own, name, None)
+            if value is not None and in_use(value):
+                return f"{name}={value!r} is asked for"
+        if self.pipeline.model.training:
+            return "the model is in training mode"
+        return None
+
+    def _with_stop_strings(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Turn stop strings into a criterion: the tokenizer does not reach a ``custom_generate`` callable."""
+        tokenizer, strings = kwargs.get("tokenizer"), kwargs.get("stop_strings")
+        config = kwargs.get("generation_config")
+        if strings is None and config is not None:
+            strings = config.stop_strings
+        own = self.pipeline.model.generation_config
+        if strings is None:
+            strings = own.stop_strings
+        if strings is None or tokenizer is None:
+            return kwargs  # without a tokenizer transformers raises, as it should
+        criteria = StoppingCriteriaList(kwargs.get("stopping_criteria") or [])
+        criteria.append(StopStringCriteria(stop_strings=strings, tokenizer=tokenizer))
+        kwargs = {**kwargs, "stopping_criteria": criteria}
+        kwargs.pop("stop_strings", None)
+        return kwargs
+
+
+class _Call:
+    """One prepared call of `generate`."""
+
+    def __init__(
+        self,
+        generate: Generate,
+        input_ids: Tensor,
+        processors: LogitsProcessorList,
+        criteria: StoppingCriteriaList,
+        config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        streamer: Any,
+    ) -> None:
+        self.generate = generate
+        self.pipeline = generate.pipeline
+        self.input_ids = input_ids
+        self.processors = processors
+        self.criteria = criteria
+        self.config = config
+        self.model_kwargs = model_kwargs
+        self.streamer = streamer
+        self.has_eos = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
+        pad = config._pad_token_tensor
+        self.pad_token_id = None if pad is None else int(pad)
+        self.max_len = min(
+            [c.max_length for c in criteria if isinstance(c, MaxLengthCriteria)], default=self.pipeline.max_model_len
+        )
+
+    def run(self, number: int) -> Any:
+        prompts = self._prompts()
+        reason = prompts if isinstance(prompts, str) else self._why_not(prompts)
+        if reason is not None or isinstance(prompts, str):
+            self.generate.note(str(reason))
+            return self._own_loop()
+        requests = self._requests(prompts, number)
+        group = self._group(requests)
+        if group is None:
+            reason = self._too_large(requests[:1])
+        else:
+            reason = self._too_large(requests)
+        if reason is not None:
+            self.generate.note(reason)
+            return self._own_loop()
+        for request in requests:
+            request.lockstep = group
+            request.keep_blocks = group is not None and bool(self.config.return_dict_in_generate)
+        try:
+            self.pipeline.run(requests)
+            if group is None:
+                return self._sequences(requests)
+            if self.streamer is not None:
+                self.streamer.end()
+            if not self.config.return_dict_in_generate:
+                return group.input_ids
+            return GenerateDecoderOnlyOutput(
+                sequences=group.input_ids,
+                scores=tuple(group.result.scores) if self.config.output_scores else None,
+                logits=tuple(group.result.logits) if self.config.output_logits else None,
+                cache=self._cache(requests),
+            )
+        finally:
+            self.pipeline.release(requests)
+
+    def _own_loop(self) -> Any:
+        """The loop that transformers would have entered with this preparation."""
+        return self.pipeline.model._sample(
+            self.input_ids,
+            logits_processor=self.processors,
+            stopping_criteria=self.criteria,
+            generation_config=self.config,
+            synced_gpus=False,
+            streamer=self.streamer,
+            **self.model_kwargs,
+        )
+
+    def _prompts(self) -> list[list[int]] | str:
+        """The rows without their left pads, or the reason why they have none."""
+        ids = self.input_ids
+        if ids.shape[1] == 0:
+            return "the prompt is given as embeddings" if "inputs_embeds" in self.model_kwargs else "the prompt is empty"
+        if self.model_kwargs.get("inputs_embeds") is not None:
+            return "the prompt is given as embeddings"
+        mask = self.model_kwargs.get("attention_mask")
+        rows: list[list[int]] = ids.tolist()
+        if mask is None:
+            return rows
+        if mask.shape != ids.shape:
+            return "the attention mask is longer than the prompt"
+        lengths = mask.sum(dim=-1)
+        place = torch.arange(ids.shape[1], device=mask.device)
+        if not bool((mask.bool() == (place >= (ids.shape[1] - lengths)[:, None])).all()):
+            return "the attention mask has holes or right padding"
+        if not bool((lengths > 0).all()):
+            return "a row is padding only"
+        return [row[len(row) - n :] for row, n in zip(rows, lengths.tolist(), strict=True)]
+
+    def _why_not(self, prompts: list[list[int]]) -> str | None:
+        for name, value in self.model_kwargs.items():
+            if value is not None and name not in _ENGINE_INPUTS:
+                return f"the model input {name!r} is given"
+        keep = self.model_kwargs.get("logits_to_keep")
+        if keep is not None and not (isinstance(keep, int) and keep == 1):
+            return "logits_to_keep is given"
+        positions = self.model_kwargs.get("position_ids")
+        if positions is not None:
+            width = self.input_ids.shape[1]
+            if positions.shape[-1] != width or positions.dim() != 2:
+                return "position_ids do not follow the prompt"
+            for row, prompt in zip(positions, prompts, strict=False):
+                if not torch.equal(row[width - len(prompt) :], torch.arange(len(prompt), device=row.device)):
+                    return "position_ids are not 0, 1, 2, ..."
+        new = self.max_len - self.input_ids.shape[1]
+        longest = max(map(len, prompts)) + new
+        if longest > self.pipeline.max_model_len:
+            return f"prompt and new tokens are longer than the engine's limit of {self.pipeline.max_model_len}"
+        if self.pipeline.capabilities.has_states and self.config.return_dict_in_generate:
+            return "a cache with recurrent states is to be returned"
+        return None
+
+    def _too_large(self, requests: list[Request]) -> str | None:
+        """Rows in lockstep must fit the pool together, others one by one."""
+        needed = sum(self.pipeline.allocate.num_blocks_ever(r) for r in requests)
+        if needed > self.pipeline.block_pool.num_blocks:
+            return f"the rows need {needed} KV blocks, the pool has {self.pipeline.block_pool.num_blocks}"
+        limit = self.pipeline.config.scheduling.max_num_requests
+        if len(requests) > limit:
+            return f"{len(requests)} rows must advance together, max_num_requests is {limit}"
+        return None
+
+    def _requests(self, prompts: list[list[int]], number: int) -> list[Request]:
+        new = self.max_len - self.input_ids.shape[1]
+        copies = self.config.num_return_sequences or 1
+        eos: frozenset[int] = frozenset()
+        if self.config._eos_token_tensor is not None:
+            eos = frozenset(self.config._eos_token_tensor.tolist())
+        sampling = SamplingParams(max_new_tokens=new)
+        requests: list[Request] = []
+        for row, prompt in enumerate(prompts):
+            parent = requests[row - row % copies] if row % copies else None
+            requests.append(
+                Request(
+                    request_id=f"generate-{number}-{row}",
+                    prompt_ids=prompt,
+                    sampling=sampling,
+                    max_len=len(prompt) + new,
+                    eos_token_ids=eos,
+                    parent=parent,
+                    wants_text=False,
+                )
+            )
+        return requests
+
+    def _group(self, requests: list[Request]) -> LockstepGroup | None:
+        """The group that chooses the tokens; None when greedy rows can go on their own."""
+        simple = {MaxLengthCriteria, EosTokenCriteria}
+        if (
+            not self.processors
+            and not self.config.do_sample
+            and self.streamer is None
+            and not self.config.return_dict_in_generate
+            and all(type(c) in simple for c in self.criteria)
+        ):
+            return None
+        is_custom = any(type(p).__module__ != builtin_processors.__name__ for p in self.processors)
+        return LockstepGroup(
+            self.input_ids,
+            requests,
+            LockstepOptions(
+                processors=self.processors,
+                criteria=self.criteria,
+                config=self.config,
+                has_eos=self.has_eos,
+                pad_token_id=self.pad_token_id,
+                keep_stepping=is_custom or bool(self.config.return_dict_in_generate),
+                streamer=self.streamer,
+            ),
+        )
+
+    def _sequences(self, requests: list[Request]) -> Tensor:
+        """Prompts and outputs ``[B, L + T]``, T the longest output; finished rows are filled with the pad id."""
+        outputs = [r.output_ids for r in requests]
+        longest = max(map(len, outputs))
+        pad = self.pad_token_id if self.pad_token_id is not None else 0
+        new = torch.tensor([o + [pad] * (longest - len(o)) for o in outputs], dtype=torch.long)
+        return torch.cat([self.input_ids, new.to(self.input_ids.device)], dim=-1)
+
+    def _cache(self, requests: list[Request]) -> DynamicCache:
+        """The KV of all rows as transformers would return it: left-padded, without the last token."""
+        kv = self.pipeline.kv_cache
+        cache = DynamicCache(config=text_config(self.pipeline.model))
+        longest = max(r.num_tokens for r in requests) - 1
+        for index in sorted(kv.layers):
+            keys, values = [], []
+            for request in requests:
+                key, value = kv.gather(index, request.block_table, request.num_tokens - 1)
+                pad = (0, 0, longest - key.shape[1], 0)
+                keys.append(torch.nn.functional.pad(key, pad))
+                values.append(torch.nn.functional.pad(value, pad))
+            cache.update(torch.stack(keys), torch.stack(values), index)
+        return cache

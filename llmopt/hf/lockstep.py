@@ -1,0 +1,144 @@
+"""Rows of one `generate` call that choose their tokens together, exactly as transformers' own loop would.
+
+Processors, criteria and streamers see all rows at once, pads included, and sampling draws one matrix of random numbers
+for all rows. So the rows wait for each other: a token is chosen when every row has delivered its logits.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from llmopt.batch import AcceptedTokens
+from llmopt.errors import NonFiniteLogitsError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+    from transformers.generation.streamers import BaseStreamer
+
+    from llmopt.request import Request
+
+
+@dataclass(slots=True)
+class LockstepOptions:
+    """What a `generate` call asks of its rows."""
+
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList
+    config: GenerationConfig
+    has_eos: bool  # finished rows are filled with the pad id
+    pad_token_id: int | None
+    keep_stepping: bool  # compute finished rows too, because somebody looks at their logits
+    streamer: BaseStreamer | None = None
+
+
+@dataclass(slots=True)
+class LockstepResult:
+    """What the rows produced."""
+
+    scores: list[Tensor] = field(default_factory=list)  # per step [B, vocab], processed
+    logits: list[Tensor] = field(default_factory=list)  # per step [B, vocab], raw
+
+
+class LockstepGroup:
+    """The rows of one call; see `llmopt.request.Lockstep`.
+
+    :param input_ids: ``[B, L]`` prompts, left pads included, as the processors expect them.
+    :param requests: one per row.
+    """
+
+    def __init__(self, input_ids: Tensor, requests: list[Request], options: LockstepOptions) -> None:
+        self.input_ids = input_ids
+        self.requests = requests
+        self.options = options
+        self.result = LockstepResult()
+        self.unfinished = torch.ones(len(requests), dtype=torch.long, device=input_ids.device)
+        self._row_of = {request: row for row, request in enumerate(requests)}
+        self._missing = set(requests)  # rows whose logits are not here yet
+        self._logits: Tensor | None = None  # [B, vocab] float32 of the coming choice
+        config = options.config
+        self._keeps_scores = bool(config.return_dict_in_generate and config.output_scores)
+        self._keeps_logits = bool(config.return_dict_in_generate and config.output_logits)
+        self._processors = [_two_arguments(p) for p in options.processors]
+
+    def put(self, request: Request, logits: Tensor) -> bool:
+        if self._logits is None:
+            # rows that are finished and no longer computed stay at zero: they only take part in the random draw
+            self._logits = logits.new_zeros((len(self.requests), logits.shape[-1]))
+        self._logits[self._row_of[request]] = logits
+        self._missing.discard(request)
+        return not self._missing
+
+    def choose(self) -> AcceptedTokens:
+        try:
+            return self._choose()
+        except Exception as error:  # a processor or criterion of the caller: his call fails, others go on
+            live = [r for r in self.requests if not r.is_finished]
+            return AcceptedTokens([], [], [], {r.request_id: error for r in live})
+
+    def _choose(self) -> AcceptedTokens:
+        options = self.options
+        assert self._logits is not None
+        scores, self._logits = self._logits.to(self.input_ids.device), None
+        if self._keeps_logits:
+            self.result.logits.append(scores.clone())
+        for processor in self._processors:
+            scores = processor(self.input_ids, scores)
+        if self._keeps_scores:
+            self.result.scores.append(scores)
+        self._check_finite(scores)
+        if options.config.do_sample:
+            tokens = torch.multinomial(scores.softmax(dim=-1), num_samples=1).squeeze(1)
+        else:
+            tokens = scores.argmax(dim=-1)
+        if options.has_eos and options.pad_token_id is not None:
+            tokens = tokens * self.unfinished + options.pad_token_id * (1 - self.unfinished)
+        self.input_ids = torch.cat([self.input_ids, tokens[:, None]], dim=-1)
+        seen = tuple(self.result.scores) if self._keeps_scores else None
+        self.unfinished = self.unfinished & ~options.criteria(self.input_ids, seen)
+        if options.streamer is not None:
+            options.streamer.put(tokens.cpu())
+        return self._accept(tokens.tolist(), self.unfinished.tolist())
+
+    def _accept(self, tokens: list[int], unfinished: list[int]) -> AcceptedTokens:
+        accepted = AcceptedTokens([], [], [])
+        all_done = not any(unfinished)
+        for request, token, goes_on in zip(self.requests, tokens, unfinished, strict=True):
+            if request.is_finished:
+                continue
+            ends = all_done if self.options.keep_stepping else not goes_on
+            accepted.requests.append(request)
+            accepted.token_ids.append([token])
+            accepted.finish_reasons.append("stop" if ends else None)
+            if not ends:
+                self._missing.add(request)
+        return accepted
+
+    def _check_finite(self, scores: Tensor) -> None:
+        best = scores.amax(dim=-1)
+        if bool(torch.isfinite(best).all()):
+            return
+        for row, (value, live) in enumerate(zip(best.tolist(), self.unfinished.tolist(), strict=True)):
+            if live and value not in (float("inf"), float("-inf")) and value != value:
+                raise NonFiniteLogitsError(
+                    f"row {row}: the logits of its next token hold NaN. Check the model's weights and dtype, or pass "
+                    "remove_invalid_values=True."
+                )
+
+
+def _two_arguments(processor: Any) -> Callable[[Tensor, Tensor], Tensor]:
+    """Check once what transformers checks in every step: a processor takes ids and scores, nothing more."""
+    names = list(inspect.signature(processor.__call__).parameters)
+    if len(names) > 2:
+        raise ValueError(
+            f"Make sure that all the required parameters: {names} for {type(processor)} are passed to the logits "
+            "processor."
+        )
+    call: Callable[[Tensor, Tensor], Tensor] = processor
+    return call

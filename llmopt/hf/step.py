@@ -1,0 +1,207 @@
+"""One forward of a Hugging Face model over the block pool: the meeting place of its cache and attention calls."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from llmopt.errors import UnsupportedModelError
+from llmopt.kv_cache import LayerShape
+
+if TYPE_CHECKING:
+    from llmopt.batch import Batch
+    from llmopt.kv_cache import KVCache
+    from llmopt.stages import Attend
+
+
+def pack(states: Tensor) -> Tensor:
+    """View ``[1, H, T, D]`` or ``[B, H, 1, D]`` as ``[T, H, D]``."""
+    return states[0].transpose(0, 1) if states.shape[0] == 1 else states[:, :, 0]
+
+
+def unpack(states: Tensor, like: Tensor) -> Tensor:
+    """View ``[T, H, D]`` as ``[1, T, H, D]`` or ``[B, 1, H, D]``, the shape that belongs to ``like [B, H, q, D]``."""
+    return states.unsqueeze(0) if like.shape[0] == 1 else states.unsqueeze(1)
+
+
+class PagedStep:
+    """Keys and values go to the blocks; attention reads them there.
+
+    Layers that share another layer's keys call attention with that layer's tensor, so the tensor says which blocks to
+    read.
+    """
+
+    def __init__(self, kv_cache: KVCache, attend: Attend) -> None:
+        self.kv_cache = kv_cache
+        self.attend = attend
+        self._layer_of: dict[int, int] = {}  # id of a key tensor of this step -> layer that stored it
+        self._keep: list[Tensor] = []  # keeps those tensors, and so their ids, alive
+
+    def begin(self, batch: Batch) -> None:
+        """Plan the index work of a batch."""
+        self.attend.plan(batch)
+
+    def end(self) -> None:
+        """Let go of the step's tensors."""
+        self._layer_of.clear()
+        self._keep.clear()
+
+    def update(self, key: Tensor, value: Tensor, layer_index: int) -> tuple[Tensor, Tensor]:
+        self.attend.write(self.kv_cache.layers[layer_index], pack(key), pack(value))
+        self._layer_of[id(key)] = layer_index
+        self._keep.append(key)
+        return key, value
+
+    def attention(
+        self,
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        sliding_window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        layer = self.kv_cache.layers[self._layer_of[id(key)]]
+        out = self.attend(
+            layer, pack(query), scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=sinks
+        )
+        return unpack(out, query)
+
+    def refuse(self, why: str) -> NoReturn:
+        raise UnsupportedModelError(why)
+
+
+class GatherStep(PagedStep):
+    """For models whose attention modules change the keys after the cache (latent attention): blocks store what the
+    cache was given, and each step hands over the whole history of every row, one after the other."""
+
+    def begin(self, batch: Batch) -> None:
+        super().begin(batch)
+        self.tables = [row[: -(-n // self.kv_cache.block_size)].tolist() for row, n in
+                       zip(batch.block_tables, batch.seq_lens.tolist(), strict=True)]  # fmt: skip
+        self.seq_lens: list[int] = batch.seq_lens.tolist()
+        self.query_lens: list[int] = batch.num_scheduled.tolist()
+
+    def update(self, key: Tensor, value: Tensor, layer_index: int) -> tuple[Tensor, Tensor]:
+        self.attend.write(self.kv_cache.layers[layer_index], pack(key), pack(value))
+        rows = [
+            self.kv_cache.gather(layer_index, table, length)
+            for table, length in zip(self.tables, self.seq_lens, strict=True)
+        ]
+        return torch.cat([k for k, _ in rows], dim=1).unsqueeze(0), torch.cat([v for _, v in rows], dim=1).unsqueeze(0)
+
+    def attention(
+        self,
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        sliding_window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        queries = pack(query).transpose(0, 1)[None].split(self.query_lens, dim=2)  # [1, Hq, q, D] each
+        keys, values = key.split(self.seq_lens, dim=2), value.split(self.seq_lens, dim=2)
+        outs = [
+            dense_attention(q, k, v, scale, sliding_window, softcap, sinks)
+            for q, k, v in zip(queries, keys, values, strict=True)
+        ]
+        return unpack(torch.cat(outs, dim=2)[0].transpose(0, 1), query)
+
+
+def dense_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of one row; the queries are the last of the keys' positions.
+
+    :param query: ``[1, Hq, q, D]``; key ``[1, Hkv, k, D]``, value ``[1, Hkv, k, Dv]``.
+    :returns: ``[1, Hq, q, Dv]``.
+    """
+    num_queries, num_keys = query.shape[2], key.shape[2]
+    distance = torch.arange(num_keys - num_queries, num_keys, device=query.device)[:, None] - torch.arange(
+        num_keys, device=query.device
+    )
+    visible = distance >= 0
+    if sliding_window is not None:
+        visible &= distance < sliding_window
+    if softcap is None and sinks is None:
+        return functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=visible, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+        )
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    scores = (query.float() @ key.float().transpose(-1, -2)) * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(~visible, -torch.inf)
+    if sinks is not None:
+        extra = sinks.float().reshape(1, -1, 1, 1).expand(1, -1, num_queries, 1)
+        probs = torch.cat([scores, extra], dim=-1).softmax(dim=-1)[..., :-1]
+    else:
+        probs = scores.softmax(dim=-1)
+    return (probs @ value.float()).to(value.dtype)
+
+
+class ProbeStep:
+    """A forward without a pool, to learn what each layer stores and how it calls attention."""
+
+    def __init__(self, layer_types: list[str]) -> None:
+        self.layer_types = layer_types
+        self.shapes: dict[int, LayerShape] = {}
+        self.gather = False  # an attention module changed its keys after the cache
+        self.num_attention_calls = 0
+        self._layer_of: dict[int, int] = {}
+        self._keep: list[Tensor] = []
+
+    def update(self, key: Tensor, value: Tensor, layer_index: int) -> tuple[Tensor, Tensor]:
+        self.shapes[layer_index] = LayerShape(
+            num_key_heads=key.shape[1],
+            key_dim=key.shape[-1],
+            num_value_heads=value.shape[1],
+            value_dim=value.shape[-1],
+            dtype=key.dtype,
+            device=key.device,
+        )
+        if key.dtype != value.dtype:
+            self.refuse(f"layer {layer_index} has keys in {key.dtype} and values in {value.dtype}")
+        self._layer_of[id(key)] = layer_index
+        self._keep.append(key)
+        return key, value
+
+    def attention(
+        self,
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        sliding_window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        self.num_attention_calls += 1
+        layer = self._layer_of.get(id(key))
+        if layer is None or query.shape[-1] != key.shape[-1]:
+            self.gather = True
+        elif self.layer_types[layer : layer + 1] == ["sliding_attention"] and sliding_window is None:
+            self.refuse(f"layer {layer} has a sliding window and does not tell the attention function about it")
+        out = dense_attention(query, key, value, scale, sliding_window, softcap, sinks)
+        return out.transpose(1, 2).contiguous()
+
+    def refuse(self, why: str) -> NoReturn:
+        raise UnsupportedModelError(why)

@@ -1,0 +1,75 @@
+"""The tensors of the KV pool: a pair of blocked tensors for each layer that stores keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What one layer stores per token."""
+
+    num_key_heads: int
+    key_dim: int
+    num_value_heads: int  # differs from the keys for latent attention
+    value_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token's key and value."""
+        return (self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKV:
+    """Keys and values of one layer."""
+
+    index: int  # the layer's place in the model
+    key: Tensor  # [num_blocks, num_key_heads, block_size, key_dim]
+    value: Tensor  # [num_blocks, num_value_heads, block_size, value_dim]
+
+
+class KVCache:
+    """All layers' blocks. A block id means the same place in every layer.
+
+    :param shapes: layer index -> what the layer stores; layers without KV are absent.
+    """
+
+    def __init__(self, shapes: Mapping[int, LayerShape], num_blocks: int, block_size: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.shapes = dict(shapes)
+        # torch.empty leaves the pages untouched: memory is taken as blocks are written
+        self.layers = {
+            i: LayerKV(
+                index=i,
+                key=torch.empty(num_blocks, s.num_key_heads, block_size, s.key_dim, dtype=s.dtype, device=s.device),
+                value=torch.empty(num_blocks, s.num_value_heads, block_size, s.value_dim, dtype=s.dtype, device=s.device),
+            )
+            for i, s in self.shapes.items()
+        }
+
+    @staticmethod
+    def bytes_per_token(shapes: Mapping[int, LayerShape]) -> int:
+        """Bytes that one token takes over all layers."""
+        return sum(s.bytes_per_token for s in shapes.values())
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Copy one block in every layer."""
+        for layer in self.layers.values():
+            layer.key[target] = layer.key[source]
+            layer.value[target] = layer.value[source]
+
+    def gather(self, layer_index: int, block_table: list[int], num_tokens: int) -> tuple[Tensor, Tensor]:
+        """Return one request's keys ``[num_key_heads, num_tokens, key_dim]`` and values, copied out of the blocks."""
+        layer = self.layers[layer_index]
+        table = torch.as_tensor(block_table[: -(-num_tokens // self.block_size)], device=layer.key.device)
+        key = layer.key[table].transpose(0, 1).flatten(1, 2)[:, :num_tokens]
+        value = layer.value[table].transpose(0, 1).flatten(1, 2)[:, :num_tokens]
+        return key, value

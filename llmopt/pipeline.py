@@ -1,0 +1,359 @@
+"""The inference pipeline: one object per model, one callable per stage, and the step that calls them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from llmopt.batch import StepOutput
+from llmopt.errors import PipelineClosedError, RequestAbortedError, StageError, UnsupportedModelError
+from llmopt.request import Request, RequestStatus
+
+if TYPE_CHECKING:
+    from types import SimpleNamespace
+
+    from torch import Tensor
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from llmopt.batch_builder import BatchBuilder
+    from llmopt.block_pool import BlockPool
+    from llmopt.config import PipelineConfig
+    from llmopt.describe import Description
+    from llmopt.hf.capabilities import Capabilities
+    from llmopt.hf.generate import Generate
+    from llmopt.kv_cache import KVCache
+    from llmopt.queue import RequestQueue
+    from llmopt.registry import Registry
+    from llmopt.stages import (
+        Adapt,
+        Admit,
+        Allocate,
+        Commit,
+        Constrain,
+        Detokenize,
+        EncodeMedia,
+        Exchange,
+        Execute,
+        Lookup,
+        Machine,
+        Prompt,
+        Propose,
+        Schedule,
+        Tokenize,
+        Verify,
+    )
+    from llmopt.submit import RequestHandle
+    from llmopt.text import TextOutput
+
+
+class InferencePipeline:
+    """Runs requests through the stages. Made by `llmopt.build`, which sets every attribute below.
+
+    With no plugin, each stage is the object in ``baseline`` of the same name.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    config: PipelineConfig
+    registry: Registry
+    machine: Machine
+    capabilities: Capabilities
+    why_not: str | None  # why the engine cannot run this model; None when it can
+    max_model_len: int  # longest sequence, prompt included
+    baseline: SimpleNamespace  # the plain stages, by name
+    queue: RequestQueue
+    block_pool: BlockPool
+    kv_cache: KVCache
+    batch_builder: BatchBuilder
+    notes: list[str]  # what `build` decided that a user should know
+
+    tokenize: Tokenize
+    encode_media: EncodeMedia
+    constrain: Constrain
+    detokenize: Detokenize
+    admit: Admit
+    schedule: Schedule
+    commit: Commit
+    lookup: Lookup
+    allocate: Allocate
+    adapt: Adapt
+    propose: Propose
+    verify: Verify
+    execute: Execute
+    exchange: Exchange
+    generate: Generate
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # one step at a time
+        self._changed = threading.Condition(self._lock)  # a request was added, or a step ended
+        self._listeners: dict[Request, Callable[[Request], None]] = {}
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+        self._counts = {"num_steps": 0, "num_step_tokens": 0, "num_new_tokens": 0, "num_finished": 0, "num_errors": 0}
+        self._step_s = 0.0
+
+    # -- the step -----------------------------------------------------------------------------------------------------
+    def step(self) -> StepOutput:
+        """Run one step over the queue. `advance` is the same with locks and errors taken care of."""
+        batch = self.schedule(self.queue)
+        if batch is None:
+            return StepOutput()
+        drafts = self.propose(batch)
+        if drafts is not None:
+            batch = self.batch_builder.with_drafts(batch, drafts)
+        mask = self.constrain(batch, drafts)
+        self.exchange(batch, drafts)
+        self.adapt(batch)
+        logits = self.execute(batch, drafts)
+        accepted = self.verify(batch, drafts, logits, mask)
+        return self.commit(batch, accepted)
+
+    def advance(self) -> StepOutput:
+        """Run one step under the lock; a stage that raises only ends the requests that make it raise."""
+        with self._lock:
+            start = time.perf_counter()
+            try:
+                output = self.step()
+            except Exception as error:
+                output = self._isolate(error)
+            if output.num_tokens:
+                counts = self._counts
+                counts["num_steps"] += 1
+                counts["num_step_tokens"] += output.num_tokens
+                counts["num_new_tokens"] += output.num_new_tokens
+                counts["num_finished"] += len(output.finished)
+                self._step_s += time.perf_counter() - start
+            self._notify(output)
+            return output
+
+    def _isolate(self, error: Exception) -> StepOutput:
+        """After a failed step, run its requests one by one, each from its start, and end those that fail alone."""
+        suspects = list(self.queue.running) or list(self.queue.waiting)
+        stage, _ = self.registry.blame(error)
+        total = StepOutput()
+        for request in suspects:
+            if request.status is RequestStatus.RUNNING:
+                self.allocate.free(request)
+                self.queue.preempt(request)
+        for request in suspects:
+            if request.is_finished:
+                continue
+            if len(suspects) == 1 or (request.lockstep is not None and stage in ("verify", "commit")):
+                self._fail(request, error, total)
+                continue
+            whole, self.queue = self.queue, self.queue.only(request)
+            try:
+                output = self.step()
+            except Exception as own_error:
+                whole.absorb(self.queue)
+                self.queue = whole
+                self._fail(request, own_error, total)
+            else:
+                whole.absorb(self.queue)
+                self.queue = whole
+                total.num_tokens += output.num_tokens
+                total.num_new_tokens += output.num_new_tokens
+                total.advanced += output.advanced
+                total.finished += output.finished
+                for done in output.finished:
+                    self.queue.remove(done)
+        return total
+
+    def _fail(self, request: Request, error: BaseException, output: StepOutput) -> None:
+        """End a request, and with it its lockstep group, with an error that names stage and plugin."""
+        stage, plugin = self.registry.blame(error)
+        who = f"plugin {plugin!r}" if plugin != "baseline" else "the baseline"
+        told = StageError(
+            f"stage {stage!r} failed in {who} for request {request.request_id!r}: {type(error).__name__}: {error}"
+        )
+        told.__cause__ = error
+        members = [r for r in self.queue if r is request or (r.lockstep is not None and r.lockstep is request.lockstep)]
+        for member in members:
+            member.finish("error", told)
+            self.queue.remove(member)
+            self.allocate.free(member)
+            output.finished.append(member)
+            self._counts["num_errors"] += 1
+
+    def _notify(self, output: StepOutput) -> None:
+        if self._listeners:
+            for request in {*output.advanced, *output.finished}:
+                listener = self._listeners.get(request)
+                if listener is not None:
+                    if request.is_finished:
+                        del self._listeners[request]
+                    listener(request)
+        self._changed.notify_all()
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+    def add(self, request: Request, listener: Callable[[Request], None] | None = None) -> None:
+        """Put a request into the queue.
+
+        :param listener: called after each step that gave the request tokens or ended it, on the stepping thread.
+        :raises RequestError: when it can never run.
+        """
+        if self.why_not is not None:
+            raise UnsupportedModelError(
+                f"the engine cannot run this model: {self.why_not}. `generate` works, through the model's own loop."
+            )
+        self.encode_media(request)
+        with self._lock:
+            self._check_open()
+            self.admit(request, self.queue)
+            if listener is not None:
+                self._listeners[request] = listener
+            self._changed.notify_all()
+
+    def abort(self, request: Request | str) -> None:
+        """End a request now, wherever it stands; its blocks are free afterwards. Unknown ids are ignored.
+
+        A member of a lockstep group takes the whole group with it.
+        """
+        with self._lock:
+            found = self.queue.by_id.get(request) if isinstance(request, str) else request
+            if found is None or found.is_finished:
+                return
+            output = StepOutput()
+            for member in list(self.queue):
+                if member is found or (found.lockstep is not None and member.lockstep is found.lockstep):
+                    member.finish("abort", RequestAbortedError(f"request {member.request_id!r} was aborted."))
+                    self.queue.remove(member)
+                    self.allocate.free(member)
+                    output.finished.append(member)
+            self._notify(output)
+
+    def run(self, requests: Sequence[Request]) -> None:
+        """Add requests and step until all of them are finished.
+
+        :raises BaseException: the error of the first request that failed; the others are aborted.
+        """
+        try:
+            for request in requests:
+                self.add(request)
+            self.wait(lambda: all(r.is_finished for r in requests) or any(r.error is not None for r in requests))
+        finally:
+            for request in requests:
+                self.abort(request)
+        for request in requests:
+            if request.error is not None and not isinstance(request.error, RequestAbortedError):
+                raise request.error
+        for request in requests:
+            if request.error is not None:
+                raise request.error
+
+    def release(self, requests: Iterable[Request]) -> None:
+        """Free the blocks of finished requests that kept them (``keep_blocks``)."""
+        with self._lock:
+            for request in requests:
+                self.allocate.free(request)
+
+    def wait(self, is_done: Callable[[], bool]) -> None:
+        """Step until ``is_done()``, or let the background thread do so when there is one."""
+        while True:
+            with self._lock:
+                if is_done():
+                    return
+                self._check_open()
+                if self._thread is not None:
+                    self._changed.wait(timeout=1.0)
+                    continue
+                output = self.advance()
+            if output.num_tokens == 0 and not output.finished:
+                time.sleep(0.0005)  # a scheduler waits for company, or another caller holds the blocks
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise PipelineClosedError("the pipeline was closed. Build a new one.")
+
+    # -- faces --------------------------------------------------------------------------------------------------------
+    def stream(self, prompt: Prompt, **options: Any) -> Any:
+        """Yield the text of one request piece by piece. See `llmopt.text.stream`."""
+        from llmopt.text import stream
+
+        return stream(self, prompt, **options)
+
+    def batch(self, requests: Sequence[Any], *, progress: bool = True, **options: Any) -> list[TextOutput]:
+        """Run many requests and return their outputs in order. See `llmopt.text.batch`."""
+        from llmopt.text import batch
+
+        return batch(self, requests, progress=progress, **options)
+
+    def submit(self, prompt: Prompt, **options: Any) -> RequestHandle:
+        """Start a request on the background thread and return at once. See `llmopt.submit.submit`."""
+        from llmopt.submit import submit
+
+        return submit(self, prompt, **options)
+
+    def start(self) -> None:
+        """Start the background thread that steps while there is work. Harmless when it runs already."""
+        with self._lock:
+            self._check_open()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name="llmopt-engine", daemon=True)
+                self._thread.start()
+
+    def _serve(self) -> None:
+        while True:
+            with self._lock:
+                while not len(self.queue) and not self._is_closed:
+                    self._changed.wait()
+                if self._is_closed:
+                    return
+                output = self.advance()
+            time.sleep(0 if output.num_tokens else 0.0005)  # lets callers take the lock between steps
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since the pipeline was built, and what the stages report of themselves."""
+        with self._lock:
+            numbers: dict[str, Any] = dict(self._counts)
+            numbers["step_s"] = self._step_s
+            numbers["fall_backs"] = dict(self.generate.fall_backs)
+            if self.why_not is None:
+                numbers["num_waiting"] = len(self.queue.waiting)
+                numbers["num_running"] = len(self.queue.running)
+                numbers["num_blocks"] = self.block_pool.num_blocks
+                numbers["num_blocks_used"] = self.block_pool.num_used
+            for chain in self.registry.chains.values():
+                for owner, made in zip(chain.owners, chain.objects, strict=True):
+                    report = getattr(made, "stats", None)
+                    if report is not None:
+                        numbers[f"{chain.stage}.{owner}"] = report()
+            return numbers
+
+    def describe(self) -> Description:
+        """Say which plugin stands in which stage, how the model is run, and what fell back and why."""
+        from llmopt.describe import describe
+
+        return describe(self)
+
+    def close(self) -> None:
+        """Abort what is running, stop the background thread, free the pool. The model stays as it is."""
+        with self._lock:
+            if self._is_closed:
+                return
+            if self.why_not is None:
+                for request in list(self.queue):
+                    self.abort(request)
+            self._is_closed = True
+            self._changed.notify_all()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=60.0)
+        for chain in self.registry.chains.values():
+            for made in chain.objects:
+                stop = getattr(made, "close", None)
+                if stop is not None:
+                    stop()
+        if self.why_not is None:
+            self.kv_cache.layers.clear()
+
+    def __enter__(self) -> InferencePipeline:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __call__(self, inputs: Tensor | None = None, **kwargs: Any) -> Any:
+        """Same as `generate`."""
+        return self.generate(inputs, **kwargs)

@@ -1,0 +1,83 @@
+"""The requests that are not finished: waiting for KV, or running."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+from llmopt.request import Request, RequestStatus
+
+
+class RequestQueue:
+    """Waiting requests in order of arrival, running requests in order of admission.
+
+    :param num_slots: how many requests may run at once; each running request has its own slot number.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.free_slots = list(range(num_slots - 1, -1, -1))
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.by_id: dict[str, Request] = {}
+
+    def __len__(self) -> int:
+        return len(self.by_id)
+
+    def __iter__(self) -> Iterator[Request]:
+        yield from list(self.running)
+        yield from list(self.waiting)
+
+    def add(self, request: Request) -> None:
+        """Append a new request."""
+        self.by_id[request.request_id] = request
+        self.waiting.append(request)
+
+    def start(self, request: Request) -> None:
+        """Move a waiting request to the running ones."""
+        self.waiting.remove(request)
+        request.slot = self.free_slots.pop()
+        request.status = RequestStatus.RUNNING
+        self.running.append(request)
+
+    def preempt(self, request: Request) -> None:
+        """Return a running request to the head of the waiting ones. Its KV has been freed."""
+        self.running.remove(request)
+        self._give_slot(request)
+        request.status = RequestStatus.WAITING
+        request.num_computed_tokens = 0
+        request.num_preemptions += 1
+        self.waiting.appendleft(request)
+
+    def remove(self, request: Request) -> None:
+        """Forget a request, wherever it stands."""
+        if self.by_id.get(request.request_id) is not request:
+            return
+        del self.by_id[request.request_id]
+        if request in self.running:
+            self.running.remove(request)
+            self._give_slot(request)
+        elif request in self.waiting:
+            self.waiting.remove(request)
+
+    def _give_slot(self, request: Request) -> None:
+        self.free_slots.append(request.slot)
+        request.slot = -1
+
+    def only(self, request: Request) -> RequestQueue:
+        """A queue that shows one request alone, to find out which request of a batch makes a stage fail."""
+        view = RequestQueue(0)
+        view.free_slots = self.free_slots  # shared, so that slots stay unique
+        view.by_id[request.request_id] = request
+        (view.running if request in self.running else view.waiting).append(request)
+        return view
+
+    def absorb(self, view: RequestQueue) -> None:
+        """Take over what happened to the request of an `only` view."""
+        for request in view.running:
+            if request in self.waiting:
+                self.waiting.remove(request)
+                self.running.append(request)
+        for request in view.waiting:
+            if request in self.running:
+                self.running.remove(request)
+                self.waiting.appendleft(request)

@@ -1,0 +1,315 @@
+"""Plugins: what they declare, how they are found and checked, and how their hooks are called, one plugin at a time."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Literal
+
+import pluggy
+
+from llmopt import hookspecs
+from llmopt.errors import (
+    PluginConflictError,
+    PluginError,
+    PluginHookError,
+    PluginNotFoundError,
+    PluginOptionError,
+    PluginRequirementError,
+    PluginUnavailableError,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from llmopt.batch_builder import BatchBuilder
+    from llmopt.block_pool import BlockPool
+    from llmopt.config import PipelineConfig
+    from llmopt.hf.capabilities import Capabilities
+    from llmopt.kv_cache import KVCache
+    from llmopt.queue import RequestQueue
+    from llmopt.stages import Machine
+
+PROJECT = "llmopt"  # the pluggy project and the entry-point group
+
+
+@dataclass(frozen=True, slots=True)
+class PluginInfo:
+    """What a plugin declares. Checked when it is registered."""
+
+    name: str  # what users type
+    layer: str  # one of `llmopt.hookspecs.LAYERS`
+    promise: Literal["exact", "distribution", "lossy"]  # same tokens in fp32; same distribution; a measured loss
+    summary: str = ""  # one line for tables
+    requires: tuple[str, ...] = ()  # names of plugins that must be listed too
+    conflicts: tuple[str, ...] = ()  # names of plugins that must not be listed
+    devices: tuple[str, ...] = ()  # device types it serves; empty: all
+    model_types: tuple[str, ...] = ()  # `config.model_type` values it serves; empty: all
+    loss: str = ""  # for "lossy": the measured loss
+    auto: bool = False  # whether plugins="auto" may choose it
+
+
+@dataclass(slots=True)
+class BuildContext:
+    """What exists while a pipeline is built. Fields fill up in the order of `llmopt.hookspecs.STAGES`."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    machine: Machine | None = None  # after probe
+    capabilities: Capabilities | None = None  # after shard: how the engine can run the model
+    block_pool: BlockPool | None = None  # before lookup
+    kv_cache: KVCache | None = None  # before lookup
+    batch_builder: BatchBuilder | None = None  # before lookup
+    queue: RequestQueue | None = None  # before lookup
+    max_model_len: int = 0  # before lookup: longest sequence, prompt included
+    stages: SimpleNamespace = field(default_factory=SimpleNamespace)  # stages built so far, by name
+
+
+@dataclass(frozen=True, slots=True)
+class StageChain:
+    """Who stands in one stage, innermost first."""
+
+    stage: str
+    owners: tuple[str, ...]  # "baseline" or the replacing plugin, then the wrapping ones
+    objects: tuple[Any, ...]  # the callables, in the same order
+
+    @property
+    def outermost(self) -> Any:
+        """The callable that the pipeline holds."""
+        return self.objects[-1]
+
+
+def builtin_plugins() -> tuple[type, ...]:
+    """The classes of the built-in plugins. The one place where the core reaches for the plugins, and only by name."""
+    classes: tuple[type, ...] = importlib.import_module("llmopt_plugins").BUILTIN
+    return classes
+
+
+def available_plugins() -> list[PluginInfo]:
+    """What every built-in plugin and every plugin of other distributions declares."""
+    infos = [info_of(cls) for cls in builtin_plugins()]
+    known = {info.name for info in infos}
+    for point in entry_points(group=PROJECT):
+        if point.name not in known:
+            infos.append(info_of(point.load()))
+    return infos
+
+
+def info_of(plugin: Any) -> PluginInfo:
+    """Return a plugin's declaration.
+
+    :raises PluginError: when it has none, or declares a layer that does not exist.
+    """
+    info = getattr(plugin, "info", None)
+    if not isinstance(info, PluginInfo):
+        raise PluginError(f"{plugin!r} is not a plugin: it has no `info = PluginInfo(...)`.")
+    if info.layer not in hookspecs.LAYERS:
+        raise PluginError(
+            f"plugin {info.name!r} declares layer {info.layer!r}; the layers are {', '.join(hookspecs.LAYERS)}."
+        )
+    return info
+
+
+def find_plugin(name: str) -> type:
+    """Return the class of the plugin with this name: built-in first, then other distributions.
+
+    :raises PluginNotFoundError: lists the names and the nearest ones.
+    """
+    classes = {info_of(cls).name: cls for cls in builtin_plugins()}
+    points = {point.name: point for point in entry_points(group=PROJECT)}
+    if name in classes:
+        return classes[name]
+    if name in points:
+        loaded: type = points[name].load()
+        return loaded
+    known = sorted({*classes, *points})
+    near = difflib.get_close_matches(name, known, n=2)
+    hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+    raise PluginNotFoundError(f"no plugin is called {name!r}.{hint} Known plugins: {', '.join(known) or 'none'}.")
+
+
+def make_plugin(name: str, options: dict[str, Any] | None = None) -> Any:
+    """Make a plugin by name with its options.
+
+    :raises PluginOptionError: when the plugin does not take an option, or refuses its value; the message lists them.
+    """
+    cls = find_plugin(name)
+    takes = [p for p in inspect.signature(cls).parameters.values() if p.kind is not p.VAR_POSITIONAL]
+    names = [p.name for p in takes]
+    for option in options or {}:
+        if option not in names:
+            raise PluginOptionError(
+                f"plugin {name!r} has no option {option!r}. Its options: {', '.join(names) or 'none'}."
+            )
+    try:
+        return cls(**(options or {}))
+    except (TypeError, ValueError) as error:
+        raise PluginOptionError(f"plugin {name!r} refuses its options {options}: {error}") from error
+
+
+class Registry:
+    """The plugins of one pipeline, in the user's order.
+
+    :param plugins: names, plugin objects, or ``"auto"``.
+    """
+
+    def __init__(self, plugins: Sequence[Any] | str = ()) -> None:
+        self.auto = plugins == "auto"
+        self.left_out: dict[str, str] = {}  # plugins that "auto" could not use, and why
+        self.chains: dict[str, StageChain] = {}
+        self.manager = pluggy.PluginManager(PROJECT)
+        self.manager.add_hookspecs(hookspecs)
+        self.plugins: list[Any] = []
+        if isinstance(plugins, str) and not self.auto:
+            raise PluginError(f'plugins must be a list or "auto", found {plugins!r}. Write plugins=[{plugins!r}].')
+        listed: Iterable[Any] = plugins
+        if self.auto:
+            listed = [cls() for cls in builtin_plugins() if info_of(cls).auto]
+        for plugin in listed:
+            self._register(make_plugin(plugin) if isinstance(plugin, str) else plugin)
+        self._check_company()
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the plugins, in order."""
+        return [info_of(p).name for p in self.plugins]
+
+    def _register(self, plugin: Any) -> None:
+        if inspect.isclass(plugin):
+            raise PluginError(f"plugins=[...] holds the class {plugin.__name__}. Have you forgotten the `()`?")
+        info = info_of(plugin)
+        if info.name in self.names:
+            raise PluginConflictError(f"plugin {info.name!r} is listed twice. Keep one of them in plugins=[...].")
+        try:
+            self.manager.register(plugin, info.name)
+            self.manager.check_pending()
+        except pluggy.PluginValidationError as error:
+            known = [name for name in dir(hookspecs) if name.startswith("llmopt_")]
+            mine = [name for name in dir(plugin) if name.startswith("llmopt_") and name not in known]
+            near = {name: difflib.get_close_matches(name, known, n=1) for name in mine}
+            hint = "".join(f" {a} may be meant as {b[0]}." for a, b in near.items() if b)
+            raise PluginHookError(f"plugin {info.name!r} has a hook that does not exist or takes unknown arguments: "
+                                  f"{error}.{hint}") from error  # fmt: skip
+        self.plugins.append(plugin)
+
+    def _check_company(self) -> None:
+        names = set(self.names)
+        for info in map(info_of, self.plugins):
+            missing = [name for name in info.requires if name not in names]
+            if missing:
+                raise PluginRequirementError(
+                    f"plugin {info.name!r} requires {', '.join(map(repr, missing))}. Add it to plugins=[...]."
+                )
+            for other in info.conflicts:
+                if other in names:
+                    raise PluginConflictError(
+                        f"plugins {info.name!r} and {other!r} exclude each other. Keep one of them in plugins=[...]."
+                    )
+
+    def check_available(self, context: BuildContext) -> None:
+        """Refuse plugins that this device or model cannot run; with ``"auto"``, leave them out.
+
+        A plugin may have ``why_unavailable(context) -> str | None`` beside what its info declares.
+
+        :raises PluginUnavailableError: says what the plugin needs and what was found.
+        """
+        device = context.model.device.type
+        model_type = context.model.config.model_type
+        for plugin in list(self.plugins):
+            info = info_of(plugin)
+            reason: str | None = None
+            if info.devices and device not in info.devices:
+                reason = f"needs a device of type {' or '.join(info.devices)}, the model is on {device!r}"
+            elif info.model_types and model_type not in info.model_types:
+                reason = f"serves {', '.join(info.model_types)}, the model is {model_type!r}"
+            elif hasattr(plugin, "why_unavailable"):
+                reason = plugin.why_unavailable(context)
+            if reason is None:
+                continue
+            if not self.auto:
+                raise PluginUnavailableError(
+                    f'plugin {info.name!r} {reason}. Remove it, or use plugins="auto" to skip what cannot run here.'
+                )
+            self.left_out[info.name] = reason
+            self.plugins.remove(plugin)
+            self.manager.unregister(plugin)
+
+    def configure(self, config: PipelineConfig) -> PipelineConfig:
+        """Let each plugin change the configuration."""
+        for plugin in self.plugins:
+            changed = self._call(plugin, "llmopt_configure", config=config)
+            if changed is not None:
+                config = changed
+        config.check()
+        return config
+
+    def build_stage(self, stage: str, baseline: Any, config: PipelineConfig, context: BuildContext) -> Any:
+        """Fold the plugins of one stage over its baseline and return the outermost callable.
+
+        :raises PluginConflictError: when two plugins replace the stage; names both.
+        """
+        owners, objects = ["baseline"], [baseline]
+        for plugin in self.plugins:
+            found = self._call(plugin, f"llmopt_replace_{stage}", config=config, context=context)
+            if found is None:
+                continue
+            if owners != ["baseline"]:
+                raise PluginConflictError(
+                    f"stage {stage!r} is replaced by both {owners[0]!r} and {info_of(plugin).name!r}. "
+                    "Keep one of them in plugins=[...]."
+                )
+            owners, objects = [info_of(plugin).name], [found]
+        for plugin in self.plugins:
+            arguments = {stage: objects[-1], "config": config, "context": context}
+            found = self._call(plugin, f"llmopt_wrap_{stage}", **arguments)
+            if found is not None:
+                owners.append(info_of(plugin).name)
+                objects.append(found)
+        for owner, made in zip(owners, objects, strict=True):
+            if not callable(made):
+                raise PluginHookError(f"plugin {owner!r} returned {made!r} for stage {stage!r}; a stage is callable.")
+        self.chains[stage] = StageChain(stage, tuple(owners), tuple(objects))
+        setattr(context.stages, stage, objects[-1])
+        return objects[-1]
+
+    def _call(self, plugin: Any, hook: str, **arguments: Any) -> Any:
+        """Call one hook of one plugin, so that an error always has a name."""
+        if not hasattr(plugin, hook):
+            return None
+        others = [p for p in self.plugins if p is not plugin]
+        caller = self.manager.subset_hook_caller(hook, remove_plugins=others)
+        try:
+            results = caller(**arguments)
+        except PluginError:
+            raise
+        except Exception as error:
+            raise PluginHookError(
+                f"plugin {info_of(plugin).name!r} failed in {hook}: {type(error).__name__}: {error}"
+            ) from error
+        return results[0] if results else None
+
+    def blame(self, error: BaseException) -> tuple[str | None, str]:
+        """Find the stage and the plugin in which an exception was raised: ``(stage or None, plugin or "baseline")``.
+
+        Walks the traceback: the first frame of a stage object names the stage, the innermost one the plugin.
+        """
+        owner_of: dict[int, tuple[str, str]] = {}
+        for chain in self.chains.values():
+            for owner, made in zip(chain.owners, chain.objects, strict=True):
+                owner_of[id(made)] = (chain.stage, owner)
+                if code := getattr(made, "__code__", None):
+                    owner_of[id(code)] = (chain.stage, owner)
+        stage, plugin = None, "baseline"
+        trace = error.__traceback__
+        while trace is not None:
+            frame = trace.tb_frame
+            found = owner_of.get(id(frame.f_code)) or owner_of.get(id(frame.f_locals.get("self")))
+            if found is not None:
+                stage, plugin = stage or found[0], found[1]
+            trace = trace.tb_next
+        return stage, plugin

@@ -1,0 +1,167 @@
+"""Choice of tokens for independent requests: vectorised over rows, each row with its own parameters and seed.
+
+The random number of a token depends on the request's seed and the token's place in the sequence, on nothing else, so
+a request's output depends neither on its neighbours nor on speculation. Filters follow Hugging Face in order and in
+ties: temperature, top-k, top-p, min-p.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from llmopt.errors import NonFiniteLogitsError
+
+if TYPE_CHECKING:
+    from llmopt.request import Request
+
+_MASK = (1 << 64) - 1
+
+
+@dataclass(slots=True)
+class Row:
+    """One row of logits: the request, and the draft tokens assumed before this row."""
+
+    request: Request
+    drafts: list[int] = field(default_factory=list)
+
+    @property
+    def position(self) -> int:
+        """Place in the sequence of the token to choose."""
+        return self.request.num_tokens + len(self.drafts)
+
+    @property
+    def num_output(self) -> int:
+        """Output tokens before the one to choose."""
+        return self.request.num_output_tokens + len(self.drafts)
+
+    def ids(self) -> np.ndarray:
+        """All ids before the token to choose, ``[position]`` int64."""
+        known = self.request.token_ids[: self.request.num_tokens]
+        return np.concatenate([known, np.asarray(self.drafts, dtype=np.int64)]) if self.drafts else known
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) that depends on seed and position only.
+
+    Two rounds of SplitMix64's mixing function (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators,
+    2014), which passes BigCrush on consecutive inputs.
+    """
+    return (_mix(_mix(seed & _MASK) + position * 0x9E3779B97F4A7C15) >> 11) * 2.0**-53
+
+
+def _mix(x: int) -> int:
+    x = (x + 0x9E3779B97F4A7C15) & _MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return x ^ (x >> 31)
+
+
+def sample(rows: list[Row], logits: Tensor) -> tuple[list[int], dict[int, BaseException]]:
+    """Choose one token per row.
+
+    :param logits: ``[R, vocab]`` float32; not changed.
+    :returns: the tokens, and the rows (by index) whose logits are not finite, with the error.
+    """
+    is_plain = True
+    for row in rows:
+        params = row.request.sampling
+        if not params.is_greedy or params.changes_logits or row.request.logits_processors:
+            is_plain = False
+            break
+    if not is_plain:
+        logits = edit_logits(rows, logits)
+    best = logits.argmax(dim=-1, keepdim=True)
+    top = logits.gather(-1, best)  # NaN counts as largest, so it shows here
+    errors: dict[int, BaseException] = {}
+    if not bool(torch.isfinite(top).all()):
+        for index, value in enumerate(top[:, 0].tolist()):
+            if not np.isfinite(value):
+                errors[index] = NonFiniteLogitsError(
+                    f"request {rows[index].request.request_id!r}: the best logit of its next token is {value}. "
+                    + ("Every token is forbidden." if value == -np.inf else "Check the model's weights and dtype.")
+                )
+    tokens: list[int] = best[:, 0].tolist()
+    if not is_plain:
+        random = [i for i, row in enumerate(rows) if not row.request.sampling.is_greedy and i not in errors]
+        if random:
+            chosen = _sample_random([rows[i] for i in random], logits if len(random) == len(rows) else logits[random])
+            for index, token in zip(random, chosen, strict=True):
+                tokens[index] = token
+    return tokens, errors
+
+
+def edit_logits(rows: list[Row], logits: Tensor) -> Tensor:
+    """Apply penalties, biases, minimum length and the requests' own processors. Returns a copy where needed."""
+    copied = False
+    for index, row in enumerate(rows):
+        request, params = row.request, row.request.sampling
+        if not params.changes_logits and not request.logits_processors:
+            continue
+        if not copied:
+            logits, copied = logits.clone(), True
+        line = logits[index]
+        if params.repetition_penalty != 1.0:
+            seen = torch.from_numpy(np.unique(row.ids())).to(line.device)
+            score = line[seen]
+            line[seen] = torch.where(score < 0, score * params.repetition_penalty, score / params.repetition_penalty)
+        if params.presence_penalty or params.frequency_penalty:
+            ids, counts = np.unique(row.ids()[request.num_prompt_tokens :], return_counts=True)
+            if ids.size:
+                where = torch.from_numpy(ids).to(line.device)
+                amount = torch.from_numpy(counts).to(line) * params.frequency_penalty + params.presence_penalty
+                line[where] -= amount
+        if params.logit_bias:
+            for token_id, bias in params.logit_bias.items():
+                line[token_id] += bias
+        if row.num_output < params.min_new_tokens and request.eos_token_ids:
+            line[[i for i in request.eos_token_ids if 0 <= i < line.shape[0]]] = -torch.inf
+        for processor in request.logits_processors:
+            logits[index] = processor(row.ids(), logits[index])
+    return logits
+
+
+def _sample_random(rows: list[Row], logits: Tensor) -> list[int]:
+    """Sample every row by inverting its cumulative distribution at the row's own random number."""
+    device = logits.device
+    params = [row.request.sampling for row in rows]
+
+    def column(values: list[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=device)[:, None]
+
+    scores = logits / column([p.temperature for p in params])
+    vocab = scores.shape[-1]
+    scores = _filter(scores, [p.top_k for p in params], [p.top_p for p in params], [p.min_p for p in params], vocab)
+    cumulative = scores.double().softmax(dim=-1).cumsum(dim=-1)
+    draws = [uniform(row.request.seed, row.position) for row in rows]
+    targets = torch.tensor(draws, dtype=torch.float64, device=device)[:, None] * cumulative[:, -1:]
+    # the first place where the sum exceeds the target has a probability above zero
+    tokens: list[int] = (cumulative > targets).int().argmax(dim=-1).tolist()
+    return tokens
+
+
+def _filter(scores: Tensor, top_k: list[int], top_p: list[float], min_p: list[float], vocab: int) -> Tensor:
+    """Top-k, top-p and min-p for rows of ``scores [S, vocab]``; rows with a filter switched off are left alone."""
+    ks = [k if 0 < k < vocab else vocab for k in top_k]
+    if min(ks) < vocab:
+        largest = scores.topk(max(k for k in ks if k < vocab), dim=-1).values
+        for index, k in enumerate(ks):
+            if k < vocab:
+                line = scores[index]
+                scores[index] = line.masked_fill(line < largest[index, k - 1], -torch.inf)
+    for index, p in enumerate(top_p):
+        if p < 1.0:
+            ordered, places = scores[index].sort(descending=False)
+            removed = ordered.softmax(dim=-1).cumsum(dim=-1) <= 1.0 - p
+            removed[-1] = False  # the best token survives
+            scores[index, places[removed]] = -torch.inf
+    for index, p in enumerate(min_p):
+        if p > 0.0:
+            probs = scores[index].softmax(dim=-1)
+            keep = probs >= p * probs.max()
+            scores[index] = scores[index].masked_fill(~keep, -torch.inf)
+    return scores

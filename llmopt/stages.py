@@ -1,0 +1,242 @@
+"""The contract of every stage, grouped by the seven layers.
+
+A stage is a callable. The pipeline holds one object per stage and calls it in the step, or once per request, or once
+while the pipeline is built. Stages may also have ``stats() -> dict`` (shown by `InferencePipeline.stats`) and
+``close()`` (called once by `InferencePipeline.close`). A wrapping stage forwards what it does not change.
+
+When each is called::
+
+    build      probe, place, shard
+    arrival    tokenize, encode_media, admit
+    step       schedule (lookup, allocate), propose, constrain, exchange, adapt, execute (attend), verify,
+               commit (detokenize, allocate.free)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from llmopt.batch import AcceptedTokens, Batch, DraftTokens, StepOutput
+    from llmopt.kv_cache import LayerKV
+    from llmopt.queue import RequestQueue
+    from llmopt.request import Request
+
+Message: TypeAlias = Mapping[str, Any]
+Prompt: TypeAlias = "str | Sequence[Message] | Sequence[int]"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 1. application
+# ---------------------------------------------------------------------------------------------------------------------
+class Tokenize(Protocol):
+    def __call__(self, prompt: Prompt) -> list[int]:
+        """Turn text, chat messages or ids into prompt ids.
+
+        Chat messages go through the tokenizer's template with the generation prompt added; ids are returned as a list.
+
+        :raises InvalidPromptError: when nothing is left to compute, or a message is malformed.
+        """
+
+
+class EncodeMedia(Protocol):
+    def __call__(self, request: Request) -> None:
+        """Prepare what a request carries beside its ids (images, audio): read and write ``request.media``.
+
+        Called once, before the request is admitted. The baseline leaves requests as they are.
+        """
+
+
+class LogitsMask(Protocol):
+    def apply(self, logits: Tensor) -> Tensor:
+        """Forbid tokens: set their logits to -inf, in place or in a copy. logits: ``[R, vocab]`` float32."""
+
+
+class Constrain(Protocol):
+    def __call__(self, batch: Batch, drafts: DraftTokens | None) -> LogitsMask | None:
+        """Say which tokens each row of logits may choose; None allows all.
+
+        Called before the forward, so that host work can overlap with it: the returned object may still be computing
+        and waits in `LogitsMask.apply`.
+        """
+
+
+class Detokenize(Protocol):
+    def __call__(self, request: Request) -> str:
+        """Return the text that the newest tokens of a request add, as far as it can no longer change.
+
+        Keeps its state in ``request.text_state``. When the request is finished the rest is returned. Text held back:
+        the bytes of an unfinished character, and what may become a stop string. A completed stop string sets
+        ``request.stop_reason`` and nothing from its first character on is returned.
+        """
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 2. scheduling
+# ---------------------------------------------------------------------------------------------------------------------
+class Admit(Protocol):
+    def __call__(self, request: Request, queue: RequestQueue) -> None:
+        """Put a new request into the queue.
+
+        :raises RequestError: when it can never run: empty, ids outside the vocabulary, too long, larger than the pool,
+            or a live request has the same id.
+        """
+
+
+class Schedule(Protocol):
+    def __call__(self, queue: RequestQueue) -> Batch | None:
+        """Choose how many tokens each request computes in this step; None when nothing can run.
+
+        There is no prefill phase: a request is behind by ``num_tokens - num_computed_tokens`` and catches up. Starts
+        waiting requests, allocates blocks, pre-empts when blocks run out. Does not advance ``num_computed_tokens``.
+        """
+
+
+class Commit(Protocol):
+    def __call__(self, batch: Batch, accepted: AcceptedTokens) -> StepOutput:
+        """Write the results of a step back to its requests: computed tokens, new tokens, text, finish, freed blocks."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 6. memory
+# ---------------------------------------------------------------------------------------------------------------------
+class Lookup(Protocol):
+    def __call__(self, request: Request) -> int | None:
+        """Find KV that is in the pool already.
+
+        Called when a waiting request is about to start. Appends shared blocks to ``request.block_table`` (each held once
+        more) and returns how many leading tokens they cover, at most ``num_tokens - 1``. None: wait, the KV is being
+        computed by another request right now.
+        """
+
+
+class Allocate(Protocol):
+    """Blocks for a request: ``allocate(request, n)`` before the tokens are computed, ``allocate.free(request)`` after."""
+
+    def __call__(self, request: Request, num_tokens: int) -> bool:
+        """Make ``request.block_table`` cover ``num_computed_tokens + num_tokens`` tokens.
+
+        Returns False, and changes nothing, when the pool has too few free blocks.
+        """
+
+    def free(self, request: Request) -> None:
+        """Give back everything the request holds. Harmless when it holds nothing."""
+
+    def num_blocks_ever(self, request: Request) -> int:
+        """The blocks that this request holds at its longest, to refuse what can never fit."""
+
+
+class Adapt(Protocol):
+    def __call__(self, batch: Batch) -> None:
+        """Make the adapters (LoRA) of the batch's rows active for the coming forward. The baseline has none.
+
+        :raises RequestError: for a request that names an adapter which is not loaded.
+        """
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 3. speculation
+# ---------------------------------------------------------------------------------------------------------------------
+class Propose(Protocol):
+    def __call__(self, batch: Batch) -> DraftTokens | None:
+        """Guess the next tokens of every decoding request; None when there is no guess at all.
+
+        Reads the batch and changes nothing. At most ``config.speculation.max_num_draft`` per row, and at most
+        ``max_len - num_tokens - 1``; rows that do not reach their last token in this step, and rows of a lockstep
+        group, have ``num_draft == 0``. A guess may be wrong: `Verify` decides.
+        """
+
+
+class Verify(Protocol):
+    def __call__(
+        self, batch: Batch, drafts: DraftTokens | None, logits: Tensor, mask: LogitsMask | None
+    ) -> AcceptedTokens:
+        """Choose tokens from logits, and keep the drafts that the choice confirms.
+
+        :param logits: ``[R, vocab]`` float32, rows in the order of ``batch.logits_indices``; a row with ``d`` drafts
+            has ``d + 1`` consecutive rows of logits.
+        """
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 5. kernel
+# ---------------------------------------------------------------------------------------------------------------------
+class Execute(Protocol):
+    def __call__(self, batch: Batch, drafts: DraftTokens | None) -> Tensor:
+        """Run the model over the batch, write KV, and return float32 logits ``[R, vocab]``.
+
+        The result is only valid until the next call.
+        """
+
+
+class Attend(Protocol):
+    """Attention over the blocks of the pool. The executor calls `plan` once per step, then each layer."""
+
+    def plan(self, batch: Batch) -> None:
+        """Index work that is the same for all layers of this step."""
+
+    def write(self, layer: LayerKV, key: Tensor, value: Tensor) -> None:
+        """Store new keys ``[T, num_key_heads, key_dim]`` and values at ``batch.slot_mapping``; slot -1 is dropped."""
+
+    def __call__(
+        self,
+        layer: LayerKV,
+        query: Tensor,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Causal attention of ``query [T, num_heads, key_dim]`` over each row's blocks: ``[T, num_heads, value_dim]``.
+
+        Softmax in float32. ``sliding_window`` counts the query's own position; ``softcap`` is applied before the mask;
+        ``sinks [num_heads]`` adds one logit per head to the denominator.
+        """
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 4. parallelism
+# ---------------------------------------------------------------------------------------------------------------------
+class Shard(Protocol):
+    def __call__(self, model: PreTrainedModel) -> PreTrainedModel:
+        """Split the model over ranks, once, while the pipeline is built. The baseline returns it as it is."""
+
+
+class Exchange(Protocol):
+    def __call__(self, batch: Batch | None, drafts: DraftTokens | None) -> tuple[Batch | None, DraftTokens | None]:
+        """Give every rank the same batch: the scheduling rank sends, the others receive and pass None.
+
+        The baseline runs on one rank and returns its arguments.
+        """
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 7. hardware
+# ---------------------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What this process may use."""
+
+    cpus: tuple[int, ...]  # CPU ids in the affinity mask
+    num_threads: int  # threads that make sense: affinity and cgroup quota, whichever is smaller
+    available_bytes: int  # host memory that may still be taken, cgroup limit included
+    total_bytes: int  # host memory, or the cgroup limit when that is smaller
+    device: str  # type of the accelerator, "cpu" when there is none
+    device_name: str  # as the system reports it
+    device_available_bytes: int  # memory of the accelerator that is free; equals `available_bytes` on the CPU
+
+
+class Probe(Protocol):
+    def __call__(self) -> Machine:
+        """Look at the machine, once, while the pipeline is built."""
+
+
+class Place(Protocol):
+    def __call__(self, model: PreTrainedModel, machine: Machine) -> PreTrainedModel:
+        """Bind threads, memory and the model to the hardware, once. The baseline leaves the model where it is."""

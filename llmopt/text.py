@@ -1,0 +1,204 @@
+"""Text in, text out: one request as a stream, many as a batch."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from llmopt.errors import RequestError
+from llmopt.request import Request, SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
+
+    from llmopt.pipeline import InferencePipeline
+    from llmopt.stages import Prompt
+
+_SAMPLING = {f.name for f in fields(SamplingParams)}
+_REQUEST = {"request_id", "priority", "adapter", "logits_processors"}
+_numbers = itertools.count()
+
+
+@dataclass(slots=True)
+class TextOutput:
+    """What became of one request."""
+
+    request_id: str
+    prompt_ids: list[int]
+    token_ids: list[int]  # the output, the id that ended it included
+    text: str  # stop strings, and the id that ended it, left out
+    finish_reason: str  # "stop", "length", "abort" or "error"
+    stop_reason: int | str | None  # the id or the string that ended it
+    error: BaseException | None  # set when finish_reason is "error" or "abort"
+    ttft_s: float | None  # from arrival to the first token
+    latency_s: float | None  # from arrival to the end
+
+    @classmethod
+    def of(cls, request: Request) -> TextOutput:
+        """The output of a finished request."""
+        first, end, start = request.first_token_s, request.finished_s, request.arrival_s
+        return cls(
+            request_id=request.request_id,
+            prompt_ids=list(request.prompt_ids),
+            token_ids=request.output_ids,
+            text=request.text,
+            finish_reason=request.finish_reason or "",
+            stop_reason=request.stop_reason,
+            error=request.error,
+            ttft_s=None if first is None else first - start,
+            latency_s=None if end is None else end - start,
+        )
+
+
+def sampling_params(config: GenerationConfig, given: SamplingParams | None, options: Mapping[str, Any]) -> SamplingParams:
+    """Sampling parameters from keyword arguments; what is not given comes from the model's generation config.
+
+    :raises RequestError: for names that do not exist, and values out of range.
+    """
+    unknown = set(options) - _SAMPLING
+    if unknown:
+        raise RequestError(
+            f"unknown options {', '.join(sorted(unknown))}. Options: {', '.join(sorted(_SAMPLING | _REQUEST))}."
+        )
+    if given is not None:
+        values = {name: getattr(given, name) for name in _SAMPLING}
+    else:
+        values = {"repetition_penalty": config.repetition_penalty or 1.0}
+        if config.do_sample:
+            values |= {
+                "temperature": 1.0 if config.temperature is None else config.temperature,
+                "top_k": 50 if config.top_k is None else config.top_k,
+                "top_p": 1.0 if config.top_p is None else config.top_p,
+                "min_p": config.min_p or 0.0,
+            }
+    return SamplingParams(**{**values, **options})
+
+
+def make_requests(pipeline: InferencePipeline, prompt: Prompt, options: Mapping[str, Any]) -> list[Request]:
+    """Requests for one prompt, one for each of its ``n`` continuations.
+
+    :raises RequestError: bad prompt or parameters.
+    """
+    options = dict(options)
+    request_id = str(options.pop("request_id", None) or f"request-{next(_numbers)}")
+    others = {name: options.pop(name) for name in list(options) if name in _REQUEST}
+    config = pipeline.model.generation_config
+    params = sampling_params(config, options.pop("sampling", None), options)
+    prompt_ids = pipeline.tokenize(prompt)
+    limit = pipeline.max_model_len
+    new = params.max_new_tokens
+    max_len = max(len(prompt_ids) + 1, limit) if new is None else len(prompt_ids) + new
+    eos = config.eos_token_id
+    ends = set(params.stop_token_ids)
+    if eos is not None and not params.ignore_eos:
+        ends |= set(eos) if isinstance(eos, (list, tuple)) else {int(eos)}
+    seed = secrets.randbits(63) if params.seed is None else params.seed
+    requests: list[Request] = []
+    for number in range(params.n):
+        requests.append(
+            Request(
+                request_id=request_id if params.n == 1 else f"{request_id}-{number}",
+                prompt_ids=prompt_ids,
+                sampling=params,
+                max_len=max_len,
+                eos_token_ids=frozenset(ends),
+                seed=seed + number * 0x5851F42D4C957F2D,  # far apart, so that streams do not overlap
+                parent=requests[0] if number else None,
+                wants_text=pipeline.tokenizer is not None,
+                **others,
+            )
+        )
+    return requests
+
+
+def stream(pipeline: InferencePipeline, prompt: Prompt, **options: Any) -> Iterator[str]:
+    """Yield the text of one request as it comes.
+
+    Pieces join to the whole text. Half characters and possible stop strings are held back until they are decided.
+    The request is aborted when the generator is closed early.
+
+    :param prompt: text, chat messages, or token ids.
+    :param options: fields of `SamplingParams` (also as ``sampling=``), ``request_id``, ``priority``, ``adapter``.
+    :raises RequestError: bad prompt or parameters, at the call and not at the first piece.
+    """
+    requests = make_requests(pipeline, prompt, options)
+    if len(requests) != 1:
+        raise RequestError(f"a stream has one continuation, n={len(requests)} was asked for. Use batch or submit.")
+    (request,) = requests
+    if not request.wants_text:
+        raise RequestError("a stream needs a tokenizer, and the pipeline has none. Pass tokenizer=... to build.")
+    pipeline.add(request)
+    return _pieces(pipeline, request)
+
+
+def _pieces(pipeline: InferencePipeline, request: Request) -> Iterator[str]:
+    done = 0
+    try:
+        while True:
+            seen = done
+            pipeline.wait(lambda: len(request.text) > seen or request.is_finished)
+            text = request.text
+            if len(text) > done:
+                yield text[done:]
+                done = len(text)
+            elif request.is_finished:
+                break
+        if request.error is not None:
+            raise request.error
+    finally:
+        pipeline.abort(request)
+
+
+def batch(
+    pipeline: InferencePipeline, requests: Sequence[Any], *, progress: bool = True, **options: Any
+) -> list[TextOutput]:
+    """Run many requests at once and return their outputs in order, ``n`` of them for each.
+
+    A request that fails ends with ``finish_reason == "error"`` and its error; the others go on.
+
+    :param requests: prompts, or dicts with ``prompt`` and the options of that request.
+    :param progress: show a progress bar.
+    :param options: defaults for all requests.
+    :raises RequestError: a request is malformed or can never run; nothing is started then.
+    """
+    made: list[Request] = []
+    for number, entry in enumerate(requests):
+        own: dict[str, Any] = {"prompt": entry}
+        if isinstance(entry, Mapping):
+            own = dict(entry)
+            if "prompt" not in own:
+                raise RequestError(f"requests[{number}] is a dict without 'prompt'.")
+        prompt = own.pop("prompt")
+        made += make_requests(pipeline, prompt, {**options, **own})
+    added: list[Request] = []
+    try:
+        for request in made:
+            pipeline.add(request)
+            added.append(request)
+        with _progress(len(made), progress) as show:
+            while any(not r.is_finished for r in made):
+                count = sum(r.is_finished for r in made)
+                pipeline.wait(lambda seen=count: sum(r.is_finished for r in made) > seen)  # type: ignore[misc]
+                show(sum(r.is_finished for r in made), sum(r.num_output_tokens for r in made))
+    finally:
+        for request in added:
+            pipeline.abort(request)
+    return [TextOutput.of(r) for r in made]
+
+
+@contextlib.contextmanager
+def _progress(total: int, wanted: bool) -> Iterator[Any]:
+    """A bar that counts finished requests and tokens."""
+    if not wanted:
+        yield lambda done, tokens: None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[tokens]} tokens"))
+    with Progress(*columns, TimeElapsedColumn()) as bar:
+        task = bar.add_task("requests", total=total, tokens=0)
+        yield lambda done, tokens: bar.update(task, completed=done, tokens=tokens)

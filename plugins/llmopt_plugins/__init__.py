@@ -1,0 +1,6 @@
+"""The plugins that come with llmopt, one file each, grouped by layer."""
+
+from llmopt_plugins.memory.paged_kv import PagedKv
+
+BUILTIN: tuple[type, ...] = (PagedKv,)
+"""Every built-in plugin, top-down by layer. `plugins="auto"` keeps this order."""
