@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -80,7 +80,8 @@ class Batch:
         """Rebuild a batch from `to_bytes`; ``requests`` are empty on this side."""
         line, _, rest = data.partition(b"\n")
         header = json.loads(line)
-        arrays, start = {}, 0
+        arrays: dict[str, Any] = {}
+        start = 0
         for name, (dtype, shape) in zip(_ARRAYS, header["arrays"], strict=True):
             count = int(np.prod(shape, dtype=np.int64))
             arrays[name] = np.frombuffer(rest, dtype=dtype, count=count, offset=start).reshape(shape)

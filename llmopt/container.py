@@ -38,7 +38,11 @@ def memory(cgroup: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")) ->
 
 def num_cpus(cgroup: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")) -> tuple[tuple[int, ...], int]:
     """CPU ids of the affinity mask, and how many of them the cgroup's quota pays for: ``(ids, count)``, count >= 1."""
-    ids = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else tuple(range(os.cpu_count() or 1))
+    ids = (
+        tuple(sorted(os.sched_getaffinity(0)))
+        if hasattr(os, "sched_getaffinity")
+        else tuple(range(os.cpu_count() or 1))
+    )
     count = float(len(ids))
     for folder in _folders(cgroup, proc, "cpu"):
         try:

@@ -41,8 +41,8 @@ class Description:
         if self.runs_natively:
             lines.append(f"attention   {self.attention}")
             lines.append(
-                f"KV pool     {self.num_blocks} blocks of {self.block_size} tokens, {self.pool_bytes / 2**20:.0f} MiB at "
-                f"most; sequences up to {self.max_model_len} tokens"
+                f"KV pool     {self.num_blocks} blocks of {self.block_size} tokens, at most {self.pool_bytes / 2**20:.0f} "
+                f"MiB; sequences up to {self.max_model_len} tokens"
             )
         shown = ", ".join(f"{p['name']} ({p['promise']})" for p in self.plugins)
         lines.append(f"plugins     {shown or 'none'}")
@@ -62,7 +62,9 @@ def describe(pipeline: InferencePipeline) -> Description:
     chains = pipeline.registry.chains
     engine = f"not used, generate runs through the model's own loop: {pipeline.why_not}"
     if runs:
-        kind = "one packed row per step" if capabilities.layout == "packed" else "one row per request (recurrent states)"
+        kind = (
+            "one packed row per step" if capabilities.layout == "packed" else "one row per request (recurrent states)"
+        )
         engine = f"{capabilities.layout} layout, {kind}" + (", whole history per step" if capabilities.gather else "")
     return Description(
         model=f"{type(model).__name__} ({model.config.model_type})",

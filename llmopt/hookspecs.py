@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from llmopt.config import PipelineConfig
     from llmopt.registry import BuildContext
     from llmopt.stages import (
+        Adapt,
         Admit,
         Allocate,
         Attend,
@@ -88,7 +89,9 @@ def llmopt_replace_encode_media(config: PipelineConfig, context: BuildContext) -
 
 
 @hookspec
-def llmopt_wrap_encode_media(encode_media: EncodeMedia, config: PipelineConfig, context: BuildContext) -> EncodeMedia | None:
+def llmopt_wrap_encode_media(
+    encode_media: EncodeMedia, config: PipelineConfig, context: BuildContext
+) -> EncodeMedia | None:
     """Wrap the preparation of images and audio.
 
     Runs once per request that carries media, before it is admitted.
@@ -279,7 +282,8 @@ def llmopt_wrap_adapt(adapt: Adapt, config: PipelineConfig, context: BuildContex
 def llmopt_replace_propose(config: PipelineConfig, context: BuildContext) -> Propose | None:
     """Replace the drafter.
 
-    Runs in every step after `schedule`. A plugin that drafts also raises `speculation.max_num_draft` in `llmopt_configure`.
+    Runs in every step after `schedule`. A plugin that drafts also sets `speculation.max_num_draft`, in
+    `llmopt_configure`.
 
     :returns: a stage of protocol `Propose`, or None when this plugin does not want to after all.
     """
@@ -289,7 +293,8 @@ def llmopt_replace_propose(config: PipelineConfig, context: BuildContext) -> Pro
 def llmopt_wrap_propose(propose: Propose, config: PipelineConfig, context: BuildContext) -> Propose | None:
     """Wrap the drafter.
 
-    Runs in every step after `schedule`. A plugin that drafts also raises `speculation.max_num_draft` in `llmopt_configure`.
+    Runs in every step after `schedule`. A plugin that drafts also sets `speculation.max_num_draft`, in
+    `llmopt_configure`.
 
     :param propose: the stage as the plugins listed earlier left it.
     :returns: a stage of the same protocol, or None to leave it alone.
@@ -489,5 +494,3 @@ LAYERS: dict[str, tuple[str, ...]] = {
 def layer_of(stage: str) -> str:
     """Return the layer that a stage belongs to."""
     return next(layer for layer, names in LAYERS.items() if stage in names)
-
-

@@ -50,7 +50,9 @@ class KVCache:
             i: LayerKV(
                 index=i,
                 key=torch.empty(num_blocks, s.num_key_heads, block_size, s.key_dim, dtype=s.dtype, device=s.device),
-                value=torch.empty(num_blocks, s.num_value_heads, block_size, s.value_dim, dtype=s.dtype, device=s.device),
+                value=torch.empty(
+                    num_blocks, s.num_value_heads, block_size, s.value_dim, dtype=s.dtype, device=s.device
+                ),
             )
             for i, s in self.shapes.items()
         }

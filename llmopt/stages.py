@@ -109,14 +109,14 @@ class Lookup(Protocol):
     def __call__(self, request: Request) -> int | None:
         """Find KV that is in the pool already.
 
-        Called when a waiting request is about to start. Appends shared blocks to ``request.block_table`` (each held once
-        more) and returns how many leading tokens they cover, at most ``num_tokens - 1``. None: wait, the KV is being
+        Called when a waiting request is about to start. Appends shared blocks to ``request.block_table`` (each held
+        once more) and returns how many leading tokens they cover, at most ``num_tokens - 1``. None: wait, the KV is being
         computed by another request right now.
         """
 
 
 class Allocate(Protocol):
-    """Blocks for a request: ``allocate(request, n)`` before the tokens are computed, ``allocate.free(request)`` after."""
+    """Blocks for a request: ``allocate(request, n)`` before tokens are computed, ``allocate.free(request)`` after."""
 
     def __call__(self, request: Request, num_tokens: int) -> bool:
         """Make ``request.block_table`` cover ``num_computed_tokens + num_tokens`` tokens.

@@ -54,7 +54,9 @@ class TextOutput:
         )
 
 
-def sampling_params(config: GenerationConfig, given: SamplingParams | None, options: Mapping[str, Any]) -> SamplingParams:
+def sampling_params(
+    config: GenerationConfig, given: SamplingParams | None, options: Mapping[str, Any]
+) -> SamplingParams:
     """Sampling parameters from keyword arguments; what is not given comes from the model's generation config.
 
     :raises RequestError: for names that do not exist, and values out of range.

@@ -213,10 +213,10 @@ class BaselineCommit:
                 request.finish(reason)
             if request.is_finished:
                 self._release(request, output)
-        for name, error in accepted.errors.items():
+        for name, cause in accepted.errors.items():
             failed = self.queue.by_id.get(name)
             if failed is not None:
-                failed.finish("error", error)
+                failed.finish("error", cause)
                 self._release(failed, output)
         return output
 

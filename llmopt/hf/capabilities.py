@@ -80,9 +80,7 @@ def _inspect(model: PreTrainedModel, found: Capabilities) -> None:
         raise UnsupportedModelError(f"layers of type {', '.join(sorted(unknown))} are not supported by the engine")
     found.layout = "rows" if kinds & _STATE_LAYERS else "packed"
     if found.layout == "packed" and not model._can_set_attn_implementation():
-        raise UnsupportedModelError(
-            f"{type(model).__name__} does not go through transformers' attention interface"
-        )
+        raise UnsupportedModelError(f"{type(model).__name__} does not go through transformers' attention interface")
 
 
 def _check_own_generation(model: PreTrainedModel) -> None:

@@ -27,9 +27,7 @@ class HfExecute:
     The model is called as a whole, so that hooks of accelerate, PEFT and others keep working, and it is left as it was.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, capabilities: Capabilities, kv_cache: KVCache, attend: Attend
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, capabilities: Capabilities, kv_cache: KVCache, attend: Attend) -> None:
         self.model = model
         self.capabilities = capabilities
         self.step = (GatherStep if capabilities.gather else PagedStep)(kv_cache, attend)

@@ -102,7 +102,9 @@ class Generate:
             generation_config: GenerationConfig,
             **model_kwargs: Any,
         ) -> Any:
-            call = _Call(self, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, streamer)
+            call = _Call(
+                self, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, streamer
+            )
             return call.run(next(self._call_numbers))
 
         return GenerationMixin.generate(model, inputs, custom_generate=engine, **kwargs)
@@ -228,7 +230,9 @@ class _Call:
         """The rows without their left pads, or the reason why they have none."""
         ids = self.input_ids
         if ids.shape[1] == 0:
-            return "the prompt is given as embeddings" if "inputs_embeds" in self.model_kwargs else "the prompt is empty"
+            return (
+                "the prompt is given as embeddings" if "inputs_embeds" in self.model_kwargs else "the prompt is empty"
+            )
         if self.model_kwargs.get("inputs_embeds") is not None:
             return "the prompt is given as embeddings"
         mask = self.model_kwargs.get("attention_mask")

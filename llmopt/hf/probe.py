@@ -42,7 +42,9 @@ def probe_layers(model: PreTrainedModel, capabilities: Capabilities) -> None:
     """
     step = ProbeStep(capabilities.layer_types)
     device = model.get_input_embeddings().weight.device
-    inputs: dict[str, Any] = {"input_ids": torch.from_numpy(_ids(model, capabilities.vocab_size, 3, 0)).to(device)[None]}
+    inputs: dict[str, Any] = {
+        "input_ids": torch.from_numpy(_ids(model, capabilities.vocab_size, 3, 0)).to(device)[None]
+    }
     if capabilities.takes_position_ids:
         inputs["position_ids"] = torch.arange(3, device=device)[None]
     switch = AttentionSwitch(model)
@@ -114,9 +116,9 @@ def self_test(pipeline: InferencePipeline) -> str | None:
         if request not in got:
             return "the scheduler does not finish the self-test's prompts"
         expected = wanted[request]
-        error = float((got[request] - expected).norm() / expected.norm().clamp_min(1e-6))
-        if not error <= tolerance:
-            return f"its logits differ from the plain forward's by {error:.2g} of their size in the self-test"
+        distance = float((got[request] - expected).norm() / expected.norm().clamp_min(1e-6))
+        if not distance <= tolerance:
+            return f"its logits differ from the plain forward's by {distance:.2g} of their size in the self-test"
     return None
 
 

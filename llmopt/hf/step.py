@@ -68,9 +68,7 @@ class PagedStep:
         sinks: Tensor | None,
     ) -> Tensor:
         layer = self.kv_cache.layers[self._layer_of[id(key)]]
-        out = self.attend(
-            layer, pack(query), scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=sinks
-        )
+        out = self.attend(layer, pack(query), scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=sinks)
         return unpack(out, query)
 
     def refuse(self, why: str) -> NoReturn:
