@@ -19,6 +19,7 @@ class BatchBuilder:
         self.block_size = block_size
         self._arange = np.arange(1024, dtype=np.int64)
         self._reserve(num_requests=8, num_tokens=512, table_width=64)
+        self._last: Batch | None = None  # the last batch, when all its rows were decodes
 
     def _reserve(self, num_requests: int, num_tokens: int, table_width: int) -> None:
         self._max_requests, self._max_tokens, self._max_width = num_requests, num_tokens, table_width
@@ -38,6 +39,8 @@ class BatchBuilder:
         :param num_scheduled: tokens without drafts.
         """
         size, block_size = len(requests), self.block_size
+        if drafts is None and self._last is not None and self._is_next_decode(requests, num_scheduled):
+            return self._advance(self._last)
         num_drafts = [0] * size if drafts is None else drafts.num_draft.tolist()
         total = sum(num_scheduled) + sum(num_drafts)
         width = max(len(r.block_table) for r in requests)
@@ -83,7 +86,7 @@ class BatchBuilder:
                 logits_indices.extend(range(middle - 1, end))
                 logits_requests.extend([request] * (1 + num_draft))
         adapters = [r.adapter for r in requests]
-        return Batch(
+        batch = Batch(
             request_ids=[r.request_id for r in requests],
             num_scheduled=self._num_scheduled[:size],
             token_ids=self._token_ids[:end],
@@ -99,6 +102,43 @@ class BatchBuilder:
             requests=requests,
             logits_requests=logits_requests,
         )
+        is_decode = end == size == len(logits_requests) and drafts is None
+        self._last = batch if is_decode else None
+        self._tables = [r.block_table for r in requests]
+        self._widths = [len(table) for table in self._tables]
+        return batch
+
+    def _is_next_decode(self, requests: list[Request], num_scheduled: list[int]) -> bool:
+        """Whether this is the last batch one token later: same rows, same blocks (whoever moves blocks makes a new list)."""
+        last = self._last
+        assert last is not None
+        if len(requests) != len(last.requests):
+            return False
+        for row, (request, before) in enumerate(zip(requests, last.requests, strict=True)):
+            if (
+                request is not before
+                or num_scheduled[row] != 1
+                or request.num_computed_tokens != self._seq_lens[row]
+                or request.block_table is not self._tables[row]
+                or len(request.block_table) != self._widths[row]
+                or request.slot != self._slots[row]
+            ):
+                return False
+        return True
+
+    def _advance(self, batch: Batch) -> Batch:
+        """Move a batch of decodes by one token, in place."""
+        block_size, token_ids, positions = self.block_size, self._token_ids, self._positions
+        slot_mapping, seq_lens = self._slot_mapping, self._seq_lens
+        for row, request in enumerate(batch.requests):  # plain numbers: array calls cost more, even for 100 rows
+            computed = request.num_computed_tokens
+            token_ids[row] = request.token_ids[computed]
+            positions[row] = computed
+            seq_lens[row] = computed + 1
+            if request.block_table:
+                block, offset = divmod(computed, block_size)
+                slot_mapping[row] = request.block_table[block] * block_size + offset
+        return batch
 
     def with_drafts(self, batch: Batch, drafts: DraftTokens) -> Batch:
         """Pack a batch again with draft tokens at the end of its rows."""

@@ -7,6 +7,7 @@ ties: temperature, top-k, top-p, min-p.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -75,17 +76,15 @@ def sample(rows: list[Row], logits: Tensor) -> tuple[list[int], dict[int, BaseEx
             break
     if not is_plain:
         logits = edit_logits(rows, logits)
-    best = logits.argmax(dim=-1, keepdim=True)
-    top = logits.gather(-1, best)  # NaN counts as largest, so it shows here
+    tokens, top = best_tokens(logits)
     errors: dict[int, BaseException] = {}
-    if not bool(torch.isfinite(top).all()):
-        for index, value in enumerate(top[:, 0].tolist()):
-            if not np.isfinite(value):
+    if not all(map(math.isfinite, top)):
+        for index, value in enumerate(top):
+            if not math.isfinite(value):
                 errors[index] = NonFiniteLogitsError(
                     f"request {rows[index].request.request_id!r}: the best logit of its next token is {value}. "
-                    + ("Every token is forbidden." if value == -np.inf else "Check the model's weights and dtype.")
+                    + ("Every token is forbidden." if value == -math.inf else "Check the model's weights and dtype.")
                 )
-    tokens: list[int] = best[:, 0].tolist()
     if not is_plain:
         random = [i for i, row in enumerate(rows) if not row.request.sampling.is_greedy and i not in errors]
         if random:
@@ -93,6 +92,21 @@ def sample(rows: list[Row], logits: Tensor) -> tuple[list[int], dict[int, BaseEx
             for index, token in zip(random, chosen, strict=True):
                 tokens[index] = token
     return tokens, errors
+
+
+def best_tokens(logits: Tensor) -> tuple[list[int], list[float]]:
+    """The best token of each row and its logit; NaN counts as the largest, so it shows.
+
+    On the CPU numpy finds the maximum of a vocabulary about 20 times faster than torch.
+    """
+    tokens: list[int]
+    if logits.device.type == "cpu":
+        lines = logits.numpy()
+        tokens = lines.argmax(axis=-1).tolist()
+        return tokens, [line[token] for line, token in zip(lines, tokens, strict=True)]
+    found = logits.argmax(dim=-1, keepdim=True)
+    tokens = found[:, 0].tolist()
+    return tokens, logits.gather(-1, found)[:, 0].tolist()
 
 
 def edit_logits(rows: list[Row], logits: Tensor) -> Tensor:

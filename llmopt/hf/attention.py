@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -155,29 +154,27 @@ class AttentionSwitch:
         # vars() instead of setattr: a config's __setattr__ costs more than the rest of a step's bookkeeping
         self._fields = [vars(config) for config in configs.values()]
         self._ids = list(configs)
-        self._remember()
+        self._names: list[str | None] = [fields["_attn_implementation_internal"] for fields in self._fields]
+        _originals.update(zip(self._ids, self._names, strict=True))
+        self._step: Step | None = None
 
-    def _remember(self) -> None:
-        """Note the user's implementations; he may have changed them since the last step."""
-        for key, fields in zip(self._ids, self._fields, strict=True):
-            name = fields.get("_attn_implementation_internal")
-            if name != NAME:
-                _originals[key] = name
+    def __call__(self, step: Step) -> AttentionSwitch:
+        """For a ``with`` block: this thread's attention calls go to the step. One block at a time."""
+        self._step = step
+        return self
 
-    @contextmanager
-    def __call__(self, step: Step) -> Iterator[None]:
-        """Run one step: this thread's attention calls go to it."""
-        before = [fields.get("_attn_implementation_internal") for fields in self._fields]
-        self._remember()
-        outer, _local.step = _local.step, step
-        for fields in self._fields:
+    def __enter__(self) -> None:
+        for place, fields in enumerate(self._fields):
+            name = fields["_attn_implementation_internal"]
+            if name != self._names[place]:
+                self._names[place] = _originals[self._ids[place]] = name
             fields["_attn_implementation_internal"] = NAME
-        try:
-            yield
-        finally:
-            _local.step = outer
-            for fields, name in zip(self._fields, before, strict=True):
-                fields["_attn_implementation_internal"] = name
+        _local.step = self._step
+
+    def __exit__(self, *exception: object) -> None:
+        _local.step = None
+        for fields, name in zip(self._fields, self._names, strict=True):
+            fields["_attn_implementation_internal"] = name
 
     def close(self) -> None:
         """Forget the configs."""
