@@ -11,6 +11,7 @@ call, with the reason noted:
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
 from collections import Counter
@@ -28,50 +29,22 @@ from transformers.generation import (
 from transformers.generation import logits_process as builtin_processors
 
 from llmopt.hf.capabilities import text_config
+from llmopt.hf.fields import ARGUMENTS, FIELDS
 from llmopt.hf.lockstep import LockstepGroup, LockstepOptions
 from llmopt.request import Request, SamplingParams
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, LogitsProcessorList
+    from collections.abc import Callable
+
+    from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
+    from transformers.generation.streamers import BaseStreamer
 
     from llmopt.pipeline import InferencePipeline
 
 logger = logging.getLogger("llmopt")
 
-# Arguments of `generate` that only the model's own loop serves: name -> is it in use?
-_FALL_BACK = {
-    "num_beams": lambda v: v > 1,
-    "num_beam_groups": lambda v: v > 1,
-    "penalty_alpha": bool,
-    "dola_layers": bool,
-    "constraints": bool,
-    "force_words_ids": bool,
-    "guidance_scale": lambda v: v != 1,
-    "token_healing": bool,
-    "prompt_lookup_num_tokens": bool,
-    "use_mtp": bool,
-    "speculation_type": bool,
-    "assistant_early_exit": bool,
-    "output_attentions": bool,
-    "output_hidden_states": bool,
-    "low_memory": bool,
-    "use_cache": lambda v: v is False,
-    "cache_implementation": lambda v: v not in ("dynamic", "static"),
-    "compile_config": bool,
-    "max_cache_len": lambda v: False,
-}
-_FALL_BACK_ARGUMENTS = (
-    "assistant_model",
-    "negative_prompt_ids",
-    "negative_prompt_attention_mask",
-    "custom_generate",
-    "synced_gpus",
-    "cache",
-    "past_key_values",
-    "cache_params",
-    "decoder_input_ids",
-    "encoder_outputs",
-)
+_FIELDS = [(name, field.falls_back) for name, field in FIELDS.items() if field.falls_back is not None]
+_ARGUMENTS = [(name, served.falls_back) for name, served in ARGUMENTS.items() if served.falls_back is not None]
 _ENGINE_INPUTS = {"attention_mask", "position_ids", "cache", "logits_to_keep", "use_cache", "cache_position"}
 
 
@@ -80,19 +53,45 @@ class Generate:
 
     def __init__(self, pipeline: InferencePipeline) -> None:
         self.pipeline = pipeline
+        self.calls: Counter[str] = Counter()  # calls that the engine served, "native" and "lockstep"
         self.fall_backs: Counter[str] = Counter()  # reason -> calls that the model's own loop served
         self._call_numbers = itertools.count()
 
-    def __call__(self, inputs: Tensor | None = None, **kwargs: Any) -> Any:
+    def __call__(
+        self,
+        inputs: Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        logits_processor: LogitsProcessorList | None = None,
+        stopping_criteria: StoppingCriteriaList | None = None,
+        prefix_allowed_tokens_fn: Callable[[int, Tensor], list[int]] | None = None,
+        synced_gpus: bool | None = None,
+        assistant_model: PreTrainedModel | None = None,
+        streamer: BaseStreamer | None = None,
+        negative_prompt_ids: Tensor | None = None,
+        negative_prompt_attention_mask: Tensor | None = None,
+        custom_generate: str | Callable[..., Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
         model = self.pipeline.model
+        kwargs.update(
+            generation_config=generation_config,
+            logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria,
+            prefix_allowed_tokens_fn=prefix_allowed_tokens_fn,
+            synced_gpus=synced_gpus,
+            assistant_model=assistant_model,
+            streamer=streamer,
+            negative_prompt_ids=negative_prompt_ids,
+            negative_prompt_attention_mask=negative_prompt_attention_mask,
+            custom_generate=custom_generate,
+        )
         reason = self.pipeline.why_not or self._why_not(kwargs)
         if reason is not None:
             self.note(reason)
             return GenerationMixin.generate(model, inputs, **kwargs)
-        streamer = kwargs.get("streamer")
-        kwargs = self._with_stop_strings(kwargs)
-        if kwargs.get("cache_implementation") == "static":
-            kwargs["cache_implementation"] = "dynamic"  # the pool is allocated ahead anyway
+        self._take_stop_strings(kwargs)
+        if self._setting(kwargs, "cache_implementation") == "static":
+            self._set(kwargs, "cache_implementation", "dynamic")  # the pool is allocated ahead anyway
 
         def engine(
             model: Any,
@@ -107,7 +106,8 @@ class Generate:
             )
             return call.run(next(self._call_numbers))
 
-        return GenerationMixin.generate(model, inputs, custom_generate=engine, **kwargs)
+        kwargs["custom_generate"] = engine
+        return GenerationMixin.generate(model, inputs, **kwargs)
 
     def note(self, reason: str) -> None:
         """Count a fall-back, and warn of each reason once."""
@@ -116,39 +116,51 @@ class Generate:
             logger.warning("generate runs through the model's own loop: %s.", reason)
 
     def _why_not(self, kwargs: dict[str, Any]) -> str | None:
-        for name in _FALL_BACK_ARGUMENTS:
-            if kwargs.get(name) is not None:
-                return f"{name} is given"
-        given = kwargs.get("generation_config")
-        own = self.pipeline.model.generation_config
-        for name, in_use in _FALL_BACK.items():
+        for name, falls_back in _ARGUMENTS:
             value = kwargs.get(name)
-            if value is None and given is not None:
-                value = getattr(given, name, None)
-            if value is None:
-                value = getattr(own, name, None)
-            if value is not None and in_use(value):
+            if value is not None and falls_back(value):
+                return f"{name} is given"
+        for name, falls_back in _FIELDS:
+            value = self._setting(kwargs, name)
+            if value is not None and falls_back(value):
                 return f"{name}={value!r} is asked for"
         if self.pipeline.model.training:
             return "the model is in training mode"
         return None
 
-    def _with_stop_strings(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Turn stop strings into a criterion: the tokenizer does not reach a ``custom_generate`` callable."""
-        tokenizer, strings = kwargs.get("tokenizer"), kwargs.get("stop_strings")
-        config = kwargs.get("generation_config")
-        if strings is None and config is not None:
-            strings = config.stop_strings
-        own = self.pipeline.model.generation_config
-        if strings is None:
-            strings = own.stop_strings
+    def _setting(self, kwargs: dict[str, Any], name: str) -> Any:
+        """The value of a generation field in this call: argument, then given configuration, then the model's own."""
+        if name in kwargs:
+            return kwargs[name]
+        given = kwargs["generation_config"]
+        value = None if given is None else getattr(given, name, None)
+        return getattr(self.pipeline.model.generation_config, name, None) if value is None else value
+
+    def _set(self, kwargs: dict[str, Any], name: str, value: Any) -> None:
+        """Change a field of this call alone, where transformers reads it first.
+
+        A given configuration is copied: a field beside it in ``kwargs`` would make transformers warn about the mix.
+        """
+        given, own = kwargs["generation_config"], self.pipeline.model.generation_config
+        if given is None or name in kwargs or (value is None and getattr(own, name, None) is not None):
+            kwargs[name] = value
+        else:
+            kwargs["generation_config"] = given = copy.copy(given)
+            setattr(given, name, value)
+
+    def _take_stop_strings(self, kwargs: dict[str, Any]) -> None:
+        """Turn stop strings into a criterion: transformers does not pair the tokenizer with a ``custom_generate``.
+
+        Without a tokenizer transformers raises, as it should.
+        """
+        strings, tokenizer = self._setting(kwargs, "stop_strings"), kwargs.get("tokenizer")
         if strings is None or tokenizer is None:
-            return kwargs  # without a tokenizer transformers raises, as it should
-        criteria = StoppingCriteriaList(kwargs.get("stopping_criteria") or [])
-        criteria.append(StopStringCriteria(stop_strings=strings, tokenizer=tokenizer))
-        kwargs = {**kwargs, "stopping_criteria": criteria}
-        kwargs.pop("stop_strings", None)
-        return kwargs
+            return
+        criteria = StoppingCriteriaList(kwargs["stopping_criteria"] or [])
+        if not any(type(criterion) is StopStringCriteria for criterion in criteria):  # the caller's own goes first
+            criteria.append(StopStringCriteria(stop_strings=strings, tokenizer=tokenizer))
+        kwargs["stopping_criteria"] = criteria
+        self._set(kwargs, "stop_strings", None)
 
 
 class _Call:
@@ -173,11 +185,13 @@ class _Call:
         self.model_kwargs = model_kwargs
         self.streamer = streamer
         self.has_eos = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
+        self.width = input_ids.shape[1]
         pad = config._pad_token_tensor
         self.pad_token_id = None if pad is None else int(pad)
-        self.max_len = min(
+        max_len = min(
             [c.max_length for c in criteria if isinstance(c, MaxLengthCriteria)], default=self.pipeline.max_model_len
         )
+        self.num_new = max(1, max_len - self.width)  # criteria are asked after a token, so there is always one
 
     def run(self, number: int) -> Any:
         prompts = self._prompts()
@@ -187,13 +201,11 @@ class _Call:
             return self._own_loop()
         requests = self._requests(prompts, number)
         group = self._group(requests)
-        if group is None:
-            reason = self._too_large(requests[:1])
-        else:
-            reason = self._too_large(requests)
+        reason = None if group is None else self._too_large(requests)
         if reason is not None:
             self.generate.note(reason)
             return self._own_loop()
+        self.generate.calls["native" if group is None else "lockstep"] += 1
         for request in requests:
             request.lockstep = group
             request.keep_blocks = group is not None and bool(self.config.return_dict_in_generate)
@@ -209,7 +221,7 @@ class _Call:
                 sequences=group.input_ids,
                 scores=tuple(group.result.scores) if self.config.output_scores else None,
                 logits=tuple(group.result.logits) if self.config.output_logits else None,
-                cache=self._cache(requests),
+                cache=self._cache(requests, group.input_ids.shape[1] - 1),
             )
         finally:
             self.pipeline.release(requests)
@@ -241,13 +253,14 @@ class _Call:
             return rows
         if mask.shape != ids.shape:
             return "the attention mask is longer than the prompt"
+        mask = mask.long()
         lengths = mask.sum(dim=-1)
-        place = torch.arange(ids.shape[1], device=mask.device)
-        if not bool((mask.bool() == (place >= (ids.shape[1] - lengths)[:, None])).all()):
+        starts = self.width - lengths
+        if not bool((mask == (torch.arange(self.width, device=mask.device) >= starts[:, None])).all()):
             return "the attention mask has holes or right padding"
         if not bool((lengths > 0).all()):
             return "a row is padding only"
-        return [row[len(row) - n :] for row, n in zip(rows, lengths.tolist(), strict=True)]
+        return [row[start:] for row, start in zip(rows, starts.tolist(), strict=True)]
 
     def _why_not(self, prompts: list[list[int]]) -> str | None:
         for name, value in self.model_kwargs.items():
@@ -258,14 +271,13 @@ class _Call:
             return "logits_to_keep is given"
         positions = self.model_kwargs.get("position_ids")
         if positions is not None:
-            width = self.input_ids.shape[1]
-            if positions.shape[-1] != width or positions.dim() != 2:
+            if positions.dim() != 2 or positions.shape[-1] != self.width:
                 return "position_ids do not follow the prompt"
-            for row, prompt in zip(positions, prompts, strict=False):
-                if not torch.equal(row[width - len(prompt) :], torch.arange(len(prompt), device=row.device)):
-                    return "position_ids are not 0, 1, 2, ..."
-        new = self.max_len - self.input_ids.shape[1]
-        longest = max(map(len, prompts)) + new
+            starts = torch.tensor([self.width - len(p) for p in prompts], device=positions.device)
+            expected = torch.arange(self.width, device=positions.device) - starts[:, None]
+            if not bool(((positions == expected) | (expected < 0)).all()):
+                return "position_ids are not 0, 1, 2, ..."
+        longest = max(map(len, prompts)) + self.num_new
         if longest > self.pipeline.max_model_len:
             return f"prompt and new tokens are longer than the engine's limit of {self.pipeline.max_model_len}"
         if self.pipeline.capabilities.has_states and self.config.return_dict_in_generate:
@@ -273,22 +285,19 @@ class _Call:
         return None
 
     def _too_large(self, requests: list[Request]) -> str | None:
-        """Rows in lockstep must fit the pool together, others one by one."""
+        """Rows in lockstep must run at the same time."""
         needed = sum(self.pipeline.allocate.num_blocks_ever(r) for r in requests)
         if needed > self.pipeline.block_pool.num_blocks:
-            return f"the rows need {needed} KV blocks, the pool has {self.pipeline.block_pool.num_blocks}"
+            return f"rows that advance together need more than the pool's {self.pipeline.block_pool.num_blocks} blocks"
         limit = self.pipeline.config.scheduling.max_num_requests
         if len(requests) > limit:
-            return f"{len(requests)} rows must advance together, max_num_requests is {limit}"
+            return f"more rows must advance together than max_num_requests={limit}"
         return None
 
     def _requests(self, prompts: list[list[int]], number: int) -> list[Request]:
-        new = self.max_len - self.input_ids.shape[1]
         copies = self.config.num_return_sequences or 1
-        eos: frozenset[int] = frozenset()
-        if self.config._eos_token_tensor is not None:
-            eos = frozenset(self.config._eos_token_tensor.tolist())
-        sampling = SamplingParams(max_new_tokens=new)
+        eos = frozenset(i for c in self.criteria if isinstance(c, EosTokenCriteria) for i in c.eos_token_id.tolist())
+        sampling = SamplingParams(max_new_tokens=self.num_new)
         requests: list[Request] = []
         for row, prompt in enumerate(prompts):
             parent = requests[row - row % copies] if row % copies else None
@@ -297,7 +306,7 @@ class _Call:
                     request_id=f"generate-{number}-{row}",
                     prompt_ids=prompt,
                     sampling=sampling,
-                    max_len=len(prompt) + new,
+                    max_len=len(prompt) + self.num_new,
                     eos_token_ids=eos,
                     parent=parent,
                     wants_text=False,
@@ -339,16 +348,15 @@ class _Call:
         new = torch.tensor([o + [pad] * (longest - len(o)) for o in outputs], dtype=torch.long)
         return torch.cat([self.input_ids, new.to(self.input_ids.device)], dim=-1)
 
-    def _cache(self, requests: list[Request]) -> DynamicCache:
-        """The KV of all rows as transformers would return it: left-padded, without the last token."""
+    def _cache(self, requests: list[Request], length: int) -> DynamicCache:
+        """The KV of all rows as transformers would return it: ``length`` positions, left-padded, no last token."""
         kv = self.pipeline.kv_cache
         cache = DynamicCache(config=text_config(self.pipeline.model))
-        longest = max(r.num_tokens for r in requests) - 1
         for index in sorted(kv.layers):
             keys, values = [], []
             for request in requests:
                 key, value = kv.gather(index, request.block_table, request.num_tokens - 1)
-                pad = (0, 0, longest - key.shape[1], 0)
+                pad = (0, 0, length - key.shape[1], 0)
                 keys.append(torch.nn.functional.pad(key, pad))
                 values.append(torch.nn.functional.pad(value, pad))
             cache.update(torch.stack(keys), torch.stack(values), index)

@@ -7,6 +7,7 @@ for all rows. So the rows wait for each other: a token is chosen when every row 
 from __future__ import annotations
 
 import inspect
+import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +67,7 @@ class LockstepGroup:
         self._keeps_scores = bool(config.return_dict_in_generate and config.output_scores)
         self._keeps_logits = bool(config.return_dict_in_generate and config.output_logits)
         self._processors = [_two_arguments(p) for p in options.processors]
+        self._thread = threading.get_ident()  # of the caller
 
     def put(self, request: Request, logits: Tensor) -> bool:
         if self._logits is None:
@@ -75,10 +77,13 @@ class LockstepGroup:
         self._missing.discard(request)
         return not self._missing
 
+    @torch.no_grad()  # the thread that steps need not be the caller's, who is in transformers' no_grad
     def choose(self) -> AcceptedTokens:
         try:
             return self._choose()
-        except Exception as error:  # a processor or criterion of the caller: his call fails, others go on
+        except BaseException as error:  # a processor, criterion or streamer of the caller: his call fails, others go on
+            if not isinstance(error, Exception) and threading.get_ident() != self._thread:
+                raise  # an interrupt is for the thread that it stopped
             live = [r for r in self.requests if not r.is_finished]
             return AcceptedTokens([], [], [], {r.request_id: error for r in live})
 
@@ -87,16 +92,23 @@ class LockstepGroup:
         assert self._logits is not None
         scores, self._logits = self._logits.to(self.input_ids.device), None
         if self._keeps_logits:
-            self.result.logits.append(scores.clone())
+            self.result.logits.append(scores)  # as in transformers, a processor that works in place changes these too
         for processor in self._processors:
             scores = processor(self.input_ids, scores)
         if self._keeps_scores:
             self.result.scores.append(scores)
-        self._check_finite(scores)
         if options.config.do_sample:
-            tokens = torch.multinomial(scores.softmax(dim=-1), num_samples=1).squeeze(1)
+            probs = scores.softmax(dim=-1)
+            try:
+                tokens = torch.multinomial(probs, num_samples=1).squeeze(1)
+            except RuntimeError:
+                self._refuse_nan(scores)
+                raise
         else:
             tokens = scores.argmax(dim=-1)
+            best = scores.gather(-1, tokens[:, None])[:, 0]  # NaN counts as largest, so it shows here
+            if bool((best.isnan() & self.unfinished.bool()).any()):
+                self._refuse_nan(scores)
         if options.has_eos and options.pad_token_id is not None:
             tokens = tokens * self.unfinished + options.pad_token_id * (1 - self.unfinished)
         self.input_ids = torch.cat([self.input_ids, tokens[:, None]], dim=-1)
@@ -120,14 +132,12 @@ class LockstepGroup:
                 self._missing.add(request)
         return accepted
 
-    def _check_finite(self, scores: Tensor) -> None:
-        best = scores.amax(dim=-1)
-        if bool(torch.isfinite(best).all()):
-            return
-        for row, (value, live) in enumerate(zip(best.tolist(), self.unfinished.tolist(), strict=True)):
-            if live and value not in (float("inf"), float("-inf")) and value != value:
+    def _refuse_nan(self, scores: Tensor) -> None:
+        """:raises NonFiniteLogitsError: when scores hold NaN; names the first row."""
+        for row, has_nan in enumerate(scores.isnan().any(dim=-1).tolist()):
+            if has_nan:
                 raise NonFiniteLogitsError(
-                    f"row {row}: the logits of its next token hold NaN. Check the model's weights and dtype, or pass "
+                    f"row {row}: the scores of its next token hold NaN. Check the model's weights and dtype, or pass "
                     "remove_invalid_values=True."
                 )
 
