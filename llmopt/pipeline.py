@@ -309,6 +309,7 @@ class InferencePipeline:
         with self._lock:
             numbers: dict[str, Any] = dict(self._counts)
             numbers["step_s"] = self._step_s
+            numbers["generate_calls"] = dict(self.generate.calls)
             numbers["fall_backs"] = dict(self.generate.fall_backs)
             if self.why_not is None:
                 numbers["num_waiting"] = len(self.queue.waiting)
