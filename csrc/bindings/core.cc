@@ -112,9 +112,9 @@ void attend(OwningStepPlan& plan, const LayerCache& cache, int64_t num_tokens, i
                        [&] { paged_attention(args, cache, plan.plan, num_threads); });
 }
 
-void write_to_cache(const OwningStepPlan& plan, const LayerCache& cache, int64_t num_tokens, int num_kv_heads, int head_dim,
-           int head_dim_v, uintptr_t key, int64_t key_token_stride, int64_t key_head_stride, uintptr_t value,
-           int64_t value_token_stride, int64_t value_head_stride, int num_threads) {
+void write_to_cache(const OwningStepPlan& plan, const LayerCache& cache, int64_t num_tokens, int num_kv_heads,
+                    int head_dim, int head_dim_v, uintptr_t key, int64_t key_token_stride, int64_t key_head_stride,
+                    uintptr_t value, int64_t value_token_stride, int64_t value_head_stride, int num_threads) {
   const WriteKvArgs args{pointer<const void>(key),
                          key_token_stride,
                          key_head_stride,

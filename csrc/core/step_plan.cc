@@ -4,8 +4,6 @@
 #include <stdexcept>
 #include <string>
 
-#include "core/attention/kernels.h"
-
 namespace llmopt {
 namespace {
 
@@ -93,12 +91,13 @@ void StepPlan::fill(WorkList& list) const {
   list.items.clear();
   list.num_splits = list.max_rows = 0;
   list.num_partial_rows = 0;
+  list.has_tiles = false;
   list.cost_per_head = 0;
   for (int b = 0; b < num_requests(); ++b) {
     const int kv_len = inputs_.seq_lens[b];
     const int q_len = inputs_.cu_seqlens_q[b + 1] - inputs_.cu_seqlens_q[b];
     if (q_len == 0) continue;
-    const bool few_rows = q_len * shape.group <= attention::kMaxRows;
+    const bool few_rows = q_len * shape.group <= shape.rows_limit;
     const int tile = few_rows ? q_len : std::max(1, kMaxTileRows / shape.group);
     const int num_tiles = (q_len + tile - 1) / tile;
     // Equal tiles rather than a short last one.
@@ -125,11 +124,12 @@ void StepPlan::fill(WorkList& list) const {
         const int begin = key_begin + part * part_keys;
         const int end = part + 1 == num_parts ? key_end : begin + part_keys;
         const double cost = item_cost(shape, rows, end - begin);
-        list.items.push_back({b, q, num_q, begin, end, part, num_parts, split, list.num_partial_rows, cost});
+        list.items.push_back({b, q, num_q, begin, end, part, num_parts, split, list.num_partial_rows, few_rows, cost});
         if (num_parts > 1) list.num_partial_rows += rows;
         list.cost_per_head += cost;
       }
       list.max_rows = std::max(list.max_rows, rows);
+      list.has_tiles |= !few_rows;
     }
   }
   std::stable_sort(list.items.begin(), list.items.end(),

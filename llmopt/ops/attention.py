@@ -27,6 +27,8 @@ __all__ = ["NativePagedAttention", "PagedAttention", "ReferencePagedAttention", 
 IntArray = npt.NDArray[np.int32]
 SlotArray = npt.NDArray[np.int64]
 
+# Steps of at most this many tokens keep a template of their output.
+MAX_TEMPLATE_TOKENS = 64
 NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -167,6 +169,8 @@ class NativePagedAttention(PagedAttention):
             for k, v in zip(key_caches, value_caches, strict=True)
         ]
         self._head_dims_v = [v.shape[3] for v in value_caches]
+        # torch.empty_like of these is the cheapest way to a new output: (T, Hq, Dv) -> tensor, for small T
+        self._output_templates: dict[tuple[int, int, int], Tensor] = {}
         self._plan = core.StepPlan()
         self._write_kv = core.write_kv
         self._paged_attention = core.paged_attention
@@ -210,10 +214,16 @@ class NativePagedAttention(PagedAttention):
         softcap: float = 0.0,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        query = self._ready(query)
+        token_stride, head_stride, last_stride = query.stride()
+        if query.dtype is not self._dtype or last_stride != 1:
+            query = self._ready(query)
+            token_stride, head_stride, _ = query.stride()
         num_tokens, num_heads, head_dim = query.shape
-        token_stride, head_stride, _ = query.stride()
-        out = torch.empty((num_tokens, num_heads, self._head_dims_v[layer]), dtype=self._dtype)
+        shape = (num_tokens, num_heads, self._head_dims_v[layer])
+        template = self._output_templates.get(shape)
+        out = torch.empty(shape, dtype=self._dtype) if template is None else torch.empty_like(template)
+        if template is None and num_tokens <= MAX_TEMPLATE_TOKENS:
+            self._output_templates[shape] = out.clone()
         sinks_address = 0
         if sinks is not None:
             sinks = sinks.float().contiguous()  # no copy when it is so already

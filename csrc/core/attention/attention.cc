@@ -165,11 +165,10 @@ struct Call {
     task.workspace =
         memory + round_up(padded_rows * (task.accumulator_stride + 2) * static_cast<int64_t>(sizeof(float)), 64);
 
-    const bool few_rows = rows <= attention::kMaxRows;
     if (cache.dtype == DType::kFloat32) {
-      (few_rows ? kernels.attend_rows_f32 : kernels.attend_tile_f32)(task);
+      (item.few_rows ? kernels.attend_rows_f32 : kernels.attend_tile_f32)(task);
     } else {
-      (few_rows ? kernels.attend_rows_bf16 : kernels.attend_tile_bf16)(task);
+      (item.few_rows ? kernels.attend_rows_bf16 : kernels.attend_tile_bf16)(task);
     }
 
     if (item.num_parts == 1) {
@@ -194,6 +193,7 @@ struct Call {
 };
 
 WorkShape work_shape(const AttentionArgs& args, const LayerCache& cache) {
+  const Kernels& kernels = attention::kernels(selected_isa());
   return {cache.num_kv_heads,
           args.num_heads / cache.num_kv_heads,
           cache.block_size,
@@ -201,7 +201,8 @@ WorkShape work_shape(const AttentionArgs& args, const LayerCache& cache) {
           cache.head_dim,
           cache.head_dim_v,
           static_cast<int>(item_size(cache.dtype)),
-          args.sliding_window};
+          args.sliding_window,
+          cache.dtype == DType::kFloat32 ? kernels.rows_limit_f32 : kernels.rows_limit_bf16};
 }
 
 void check(const AttentionArgs& args, const LayerCache& cache, const StepPlan& plan) {
@@ -252,8 +253,7 @@ void paged_attention(const AttentionArgs& args, const LayerCache& cache, StepPla
   const auto num_tasks = static_cast<int64_t>(work.items.size()) * num_heads;
   if (work.cost_per_head * num_heads < kMinParallelNs) num_threads = 1;
   num_threads = static_cast<int>(std::clamp<int64_t>(num_tasks, 1, std::max(1, num_threads)));
-  const bool tiles =
-      cache.dtype == DType::kBFloat16 && work.max_rows > attention::kMaxRows && kernels.enter_tiles != nullptr;
+  const bool tiles = cache.dtype == DType::kBFloat16 && kernels.enter_tiles != nullptr;
   const size_t scratch_bytes = call.scratch_bytes();
   std::atomic<int64_t> next{0};
   parallel_team(num_threads, [&](int, int) {

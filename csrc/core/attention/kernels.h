@@ -8,8 +8,8 @@
 
 namespace llmopt::attention {
 
-// Up to this many rows the keys are read in place; above it they are packed into panels, which pays when they are
-// used often. A constant of the design, not of the machine: it decides how results round.
+// Most rows of attend_rows, which reads keys and values in place. attend_tile packs them first, which pays when they
+// are used often.
 inline constexpr int kMaxRows = 8;
 
 // Rows against a range of keys, for one key head. Row r = t * group + g is query head g of the group at token t.
@@ -40,6 +40,9 @@ struct Task {
 inline constexpr int kColumnPadding = 32;
 
 struct Kernels {
+  // Up to this many rows attend_rows is the faster one, by measurement. At most kMaxRows.
+  int rows_limit_f32 = kMaxRows;
+  int rows_limit_bf16 = kMaxRows;
   // Fill accumulator, row_max and row_sum of a task. Rows are at most kMaxRows for attend_rows.
   void (*attend_rows_f32)(const Task&);
   void (*attend_rows_bf16)(const Task&);

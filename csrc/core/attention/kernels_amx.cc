@@ -28,6 +28,7 @@ void leave_tiles() { _tile_release(); }
 const Kernels& amx_kernels() {
   static const Kernels kernels = [] {
     Kernels made = make_kernels<PairDot, AmxCompute>();
+    made.rows_limit_bf16 = 4;
     made.enter_tiles = enter_tiles;
     made.leave_tiles = leave_tiles;
     return made;

@@ -68,6 +68,7 @@ struct PairOp {
 template <class Op, int kRows, bool kAdd>
 void multiply_panel(const typename Op::Word* left, int64_t left_stride, const typename Op::Word* panel, int64_t depth,
                     float* out, int64_t out_stride) {
+  if (depth <= 0) __builtin_unreachable();  // else the sums are kept twice
   Vec sum[kRows][2];
 #pragma GCC unroll 12
   for (int r = 0; r < kRows; ++r) {

@@ -20,7 +20,9 @@ constexpr int kSubTile = 128;
 template <class Dot, int kRows>
 LLMOPT_INLINE Vec dot_block(const typename Dot::Query* const* q, const typename Dot::Element* const* k, int head_dim) {
   constexpr int kKeys = kLanes / kRows;
-  Vec acc[kLanes] = {};
+  Vec acc[kLanes];
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; ++i) acc[i] = splat(0);
   int d = 0;
   for (; d + Dot::kStep <= head_dim; d += Dot::kStep) {
     typename Dot::Operand key[kKeys];
@@ -47,11 +49,33 @@ LLMOPT_INLINE Vec dot_block(const typename Dot::Query* const* q, const typename 
   return sum_each(acc);
 }
 
+// Blocks from this size on are left to the hardware, which fetches ahead within a page. Measured on keys out of memory,
+// blocks of 16 keys, head_dim 64: bfloat16 (2 KiB) gains 40%, float32 (4 KiB) nothing.
+constexpr int kPageBytes = 4096;
+
+// Keys and values that come next.
+template <class Element>
+struct Upcoming {
+  const Element* const* keys;
+  const Element* const* values;
+  int count;
+  int head_dim, head_dim_v;
+
+  LLMOPT_INLINE void prefetch(int begin, int end) const {
+    constexpr int kLine = 64 / sizeof(Element);
+    for (int j = begin; j < min(end, count); ++j) {
+      for (int d = 0; d < head_dim; d += kLine) __builtin_prefetch(keys[j] + d, 0, 2);
+      for (int d = 0; d < head_dim_v; d += kLine) __builtin_prefetch(values[j] + d, 0, 2);
+    }
+  }
+};
+
 template <class Dot, int kRows>
 void score_rows(const typename Dot::Query* const* q, int num_rows, const typename Dot::Element* const* k, int num_keys,
-                int head_dim, float* scores) {
+                int head_dim, float* scores, const Upcoming<typename Dot::Element>& upcoming) {
   constexpr int kKeys = kLanes / kRows;
   for (int j = 0; j < num_keys; j += kKeys) {
+    upcoming.prefetch(j, j + kKeys);
     // The pointers behind the last key repeat it; their scores are not used.
     float lanes[kLanes];
     store(lanes, dot_block<Dot, kRows>(q, k + j, head_dim));
@@ -106,7 +130,7 @@ void accumulate_rows(const float* p, const typename Kv::Element* const* v, int b
 // The workspace holds, one after another: queries [kMaxRows][padded head_dim], pointers to the keys and values of a
 // sub-tile, scores [kMaxRows][kSubTile].
 inline size_t rows_workspace_bytes(int head_dim) {
-  return kMaxRows * round_up(head_dim, 64) * sizeof(float) + 2 * (kSubTile + kLanes) * sizeof(void*) +
+  return kMaxRows * round_up(head_dim, 64) * sizeof(float) + 4 * (kSubTile + kLanes) * sizeof(void*) +
          kMaxRows * kSubTile * sizeof(float);
 }
 
@@ -119,7 +143,9 @@ void attend_rows(const Task& task) {
   auto* query = reinterpret_cast<Query*>(task.workspace);
   auto* keys = reinterpret_cast<const Element**>(query + kMaxRows * query_stride);
   auto* values = keys + kSubTile + kLanes;
-  auto* scores = reinterpret_cast<float*>(values + kSubTile + kLanes);
+  auto* next_keys = values + kSubTile + kLanes;
+  auto* next_values = next_keys + kSubTile + kLanes;
+  auto* scores = reinterpret_cast<float*>(next_values + kSubTile + kLanes);
 
   const Query* q[kMaxRows + 4];
   for (int r = 0; r < num_rows; ++r) {
@@ -135,23 +161,30 @@ void attend_rows(const Task& task) {
   start_rows(task, num_rows);
 
   const SoftmaxScale scale(task);
+  const bool small_blocks = task.block_size * task.head_dim * sizeof(Element) < kPageBytes;
+  locate<Element>(task, task.key_begin, min(kSubTile, task.key_end - task.key_begin), next_keys, next_values);
   for (int begin = task.key_begin; begin < task.key_end; begin += kSubTile) {
     const int num_keys = min(kSubTile, task.key_end - begin);
-    locate<Element>(task, begin, num_keys, keys, values);
+    std::swap(keys, next_keys);
+    std::swap(values, next_values);
+    const int num_next = max(0, min(kSubTile, task.key_end - begin - kSubTile));
+    locate<Element>(task, begin + kSubTile, num_next, next_keys, next_values);
+    Upcoming<Element> upcoming{next_keys, next_values, small_blocks ? num_next : 0, task.head_dim, task.head_dim_v};
     for (int j = num_keys; j < num_keys + kLanes; ++j) keys[j] = keys[num_keys - 1];
     for (int r = 0; r < num_rows;) {
       const int left = num_rows - r;
       float* to = scores + r * kSubTile;
       if (left >= 3) {
-        score_rows<Dot, 4>(q + r, min(left, 4), keys, num_keys, task.head_dim, to);
+        score_rows<Dot, 4>(q + r, min(left, 4), keys, num_keys, task.head_dim, to, upcoming);
         r += 4;
       } else if (left == 2) {
-        score_rows<Dot, 2>(q + r, 2, keys, num_keys, task.head_dim, to);
+        score_rows<Dot, 2>(q + r, 2, keys, num_keys, task.head_dim, to, upcoming);
         r += 2;
       } else {
-        score_rows<Dot, 1>(q + r, 1, keys, num_keys, task.head_dim, to);
+        score_rows<Dot, 1>(q + r, 1, keys, num_keys, task.head_dim, to, upcoming);
         r += 1;
       }
+      upcoming.count = 0;  // once is enough
     }
     int first = num_keys, last = 0;
     for (int r = 0; r < num_rows; ++r) {

@@ -60,7 +60,11 @@ LLMOPT_INLINE void store(T* to, V v) {
   std::memcpy(to, &v, sizeof(V));
 }
 
-LLMOPT_INLINE Vec splat(float x) { return Vec{} + x; }
+template <int... kLane>
+LLMOPT_INLINE Vec splat_of(float x, std::integer_sequence<int, kLane...>) {
+  return Vec{(static_cast<void>(kLane), x)...};
+}
+LLMOPT_INLINE Vec splat(float x) { return splat_of(x, std::make_integer_sequence<int, kLanes>{}); }
 LLMOPT_INLINE WordVec words(Vec v) { return reinterpret_cast<WordVec>(v); }
 LLMOPT_INLINE Vec floats(WordVec v) { return reinterpret_cast<Vec>(v); }
 
@@ -130,13 +134,16 @@ LLMOPT_INLINE void transpose(WordVec (&v)[kLanes]) {
 }
 
 LLMOPT_INLINE float sum_lanes(Vec v) {
-  float lanes[kLanes], sum = 0;
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps(v);
+#else
+  float lanes[kLanes];
   store(lanes, v);
   for (int width = kLanes / 2; width > 0; width /= 2) {
     for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
   }
-  sum = lanes[0];
-  return sum;
+  return lanes[0];
+#endif
 }
 LLMOPT_INLINE float max_lanes(Vec v) {
 #if defined(__AVX512F__)
@@ -151,7 +158,15 @@ LLMOPT_INLINE float max_lanes(Vec v) {
 }
 
 // bfloat16 is the upper half of float32.
-LLMOPT_INLINE WordVec widen(HalfVec v) { return __builtin_convertvector(v, WordVec); }
+LLMOPT_INLINE WordVec widen(HalfVec v) {
+#if defined(__AVX512F__)  // the builtin takes two halves and joins them
+  return reinterpret_cast<WordVec>(_mm512_cvtepu16_epi32(reinterpret_cast<__m256i>(v)));
+#elif defined(__AVX2__)
+  return reinterpret_cast<WordVec>(_mm256_cvtepu16_epi32(reinterpret_cast<__m128i>(v)));
+#else
+  return __builtin_convertvector(v, WordVec);
+#endif
+}
 LLMOPT_INLINE Vec from_bfloat16(HalfVec v) { return floats(widen(v) << 16); }
 LLMOPT_INLINE HalfVec to_bfloat16(Vec v) {
 #if defined(__AVX512BF16__)

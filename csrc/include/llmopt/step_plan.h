@@ -29,6 +29,7 @@ struct WorkShape {
   int head_dim_v;
   int item_size;       // bytes per element of the cache
   int sliding_window;  // 0: none
+  int rows_limit;      // up to this many rows (queries * group) a request takes the kernel for few rows
 
   bool operator==(const WorkShape&) const = default;
 };
@@ -44,6 +45,7 @@ struct WorkItem {
   int num_parts;  // 1: the item writes the output itself
   int split;      // number of the group of parts, when num_parts > 1
   int64_t row;    // first row of this part in the partial results of one key head, when num_parts > 1
+  bool few_rows;  // which kernel
   double cost;    // rough time in ns
 };
 
@@ -55,6 +57,7 @@ struct WorkList {
   int num_splits = 0;
   int64_t num_partial_rows = 0;  // of one key head
   int max_rows = 0;              // largest num_q * group
+  bool has_tiles = false;        // some item does not take the kernel for few rows
   double cost_per_head = 0;      // rough time in ns on one thread, for one key head
 };
 
