@@ -27,6 +27,7 @@ from transformers.generation import (
     StopStringCriteria,
 )
 from transformers.generation import logits_process as builtin_processors
+from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_managed_module
 
 from llmopt.hf.capabilities import text_config
 from llmopt.hf.fields import ARGUMENTS, FIELDS
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
     from transformers.generation.streamers import BaseStreamer
 
+    from llmopt.hf.rows import RowStates
     from llmopt.pipeline import InferencePipeline
 
 logger = logging.getLogger("llmopt")
@@ -124,8 +126,13 @@ class Generate:
             value = self._setting(kwargs, name)
             if value is not None and falls_back(value):
                 return f"{name}={value!r} is asked for"
-        if self.pipeline.model.training:
+        model = self.pipeline.model
+        if model.training:
             return "the model is in training mode"
+        if torch.is_autocast_enabled(model.device.type):
+            return "autocast is on, and the KV pool has the model's own dtype"
+        if is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model):
+            return "the model's parameters are spread over ranks, which must run in step"
         return None
 
     def _setting(self, kwargs: dict[str, Any], name: str) -> Any:
@@ -281,8 +288,16 @@ class _Call:
         if longest > self.pipeline.max_model_len:
             return f"prompt and new tokens are longer than the engine's limit of {self.pipeline.max_model_len}"
         if self.pipeline.capabilities.has_states and self.config.return_dict_in_generate:
-            return "a cache with recurrent states is to be returned"
+            states = self._states()
+            if states is None or not states.are_in_cache:
+                return "a cache is to be returned, and the model keeps recurrent states elsewhere"
         return None
+
+    def _states(self) -> RowStates | None:
+        """Where the recurrent states are; None without any, or when a plugin runs the model."""
+        plain = self.pipeline.baseline.execute
+        found: RowStates | None = plain.states if self.pipeline.registry.chains["execute"].objects[0] is plain else None
+        return found
 
     def _too_large(self, requests: list[Request]) -> str | None:
         """Rows in lockstep must run at the same time."""
@@ -360,4 +375,6 @@ class _Call:
                 keys.append(torch.nn.functional.pad(key, pad))
                 values.append(torch.nn.functional.pad(value, pad))
             cache.update(torch.stack(keys), torch.stack(values), index)
+        if (states := self._states()) is not None:
+            states.fill(cache, [request.slot for request in requests])
         return cache

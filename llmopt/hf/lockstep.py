@@ -72,15 +72,17 @@ class LockstepGroup:
     def put(self, request: Request, logits: Tensor) -> bool:
         if self._logits is None:
             # rows that are finished and no longer computed stay at zero: they only take part in the random draw
-            self._logits = logits.new_zeros((len(self.requests), logits.shape[-1]))
+            with torch.inference_mode(False):  # the next row may come from a thread that is not in this mode
+                self._logits = torch.zeros((len(self.requests), logits.shape[-1]), device=logits.device)
         self._logits[self._row_of[request]] = logits
         self._missing.discard(request)
         return not self._missing
 
-    @torch.no_grad()  # the thread that steps need not be the caller's, who is in transformers' no_grad
     def choose(self) -> AcceptedTokens:
         try:
-            return self._choose()
+            # the thread that steps need not be the caller's, who is in transformers' no_grad
+            with torch.inference_mode(False), torch.no_grad():
+                return self._choose()
         except BaseException as error:  # a processor, criterion or streamer of the caller: his call fails, others go on
             if not isinstance(error, Exception) and threading.get_ident() != self._thread:
                 raise  # an interrupt is for the thread that it stopped
