@@ -244,10 +244,11 @@ class InferencePipeline:
                 raise request.error
 
     def release(self, requests: Iterable[Request]) -> None:
-        """Free the blocks of finished requests that kept them (``keep_blocks``)."""
+        """Free blocks and slots of finished requests that kept them (``keep_blocks``)."""
         with self._lock:
             for request in requests:
                 self.allocate.free(request)
+                self.queue.free_slot(request)
 
     def wait(self, is_done: Callable[[], bool]) -> None:
         """Step until ``is_done()``, or let the background thread do so when there is one."""

@@ -55,9 +55,15 @@ class RequestQueue:
         del self.by_id[request.request_id]
         if request in self.running:
             self.running.remove(request)
-            self._give_slot(request)
         elif request in self.waiting:
             self.waiting.remove(request)
+        if not request.keep_blocks:
+            self.free_slot(request)
+
+    def free_slot(self, request: Request) -> None:
+        """Take the slot back from a request that has one, also when an `only` view started it."""
+        if request.slot >= 0:
+            self._give_slot(request)
 
     def _give_slot(self, request: Request) -> None:
         self.free_slots.append(request.slot)

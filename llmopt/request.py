@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import enum
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -40,23 +42,44 @@ class SamplingParams:
     skip_special_tokens: bool = True  # leave special tokens out of the text
 
     def __post_init__(self) -> None:
+        self._check_types()
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         checks: tuple[tuple[bool, str, object], ...] = (
             (self.max_new_tokens is None or self.max_new_tokens >= 1, "max_new_tokens >= 1", self.max_new_tokens),
             (self.min_new_tokens >= 0, "min_new_tokens >= 0", self.min_new_tokens),
+            (self.max_new_tokens is None or self.min_new_tokens <= self.max_new_tokens,
+             f"min_new_tokens <= max_new_tokens (which is {self.max_new_tokens})", self.min_new_tokens),
             (self.temperature >= 0.0, "temperature >= 0", self.temperature),
             (self.top_k >= -1, "top_k >= -1", self.top_k),
             (0.0 <= self.top_p <= 1.0, "0 <= top_p <= 1", self.top_p),
             (0.0 <= self.min_p <= 1.0, "0 <= min_p <= 1", self.min_p),
             (self.repetition_penalty > 0.0, "repetition_penalty > 0", self.repetition_penalty),
             (self.n >= 1, "n >= 1", self.n),
-            (all(self.stop), "stop strings that are not empty", self.stop),
-        )
+            (all(isinstance(s, str) and s for s in self.stop), "stop strings that are not empty", self.stop),
+            (all(_is_int(i) for i in self.stop_token_ids), "stop_token_ids that are ints", self.stop_token_ids),
+        )  # fmt: skip
         for holds, want, found in checks:
             if not holds:
                 raise RequestError(f"sampling parameters need {want}, found {found!r}.")
+
+    def _check_types(self) -> None:
+        """Refuse what cannot be compared with a limit, so that it does not fail in the middle of a step."""
+        for name in ("max_new_tokens", "min_new_tokens", "top_k", "seed", "n"):
+            value = getattr(self, name)
+            if not (_is_int(value) or (value is None and name in ("max_new_tokens", "seed"))):
+                raise RequestError(f"sampling parameters need {name} as an int, found {value!r}.")
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            if not _is_finite(value):
+                raise RequestError(f"sampling parameters need {name} as a finite number, found {value!r}.")
+        for name in ("stop", "stop_token_ids"):
+            if not isinstance(getattr(self, name), Iterable):
+                raise RequestError(f"sampling parameters need {name} as a list, found {getattr(self, name)!r}.")
+        for token_id, bias in (self.logit_bias or {}).items():
+            if not _is_int(token_id) or not _is_finite(bias):
+                raise RequestError(f"logit_bias maps token ids (ints) to finite numbers, found {token_id!r}: {bias!r}.")
 
     @property
     def is_greedy(self) -> bool:
@@ -73,6 +96,14 @@ class SamplingParams:
             or self.logit_bias
             or self.min_new_tokens
         )
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 class RequestStatus(enum.Enum):
@@ -115,7 +146,7 @@ class Request:
     media: Any = None  # inputs beside the ids, owned by `encode_media` and `execute`
     logits_processors: Sequence[Callable[[np.ndarray, Tensor], Tensor]] = ()  # (ids [L], logits [V]) -> logits [V]
     wants_text: bool = True  # whether `detokenize` is called for it
-    keep_blocks: bool = False  # the owner frees the KV itself after the finish
+    keep_blocks: bool = False  # after the finish, KV and slot stay until `InferencePipeline.release`
 
     status: RequestStatus = RequestStatus.WAITING
     num_tokens: int = 0  # prompt and output so far

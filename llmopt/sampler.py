@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llmopt.errors import NonFiniteLogitsError
+from llmopt.errors import NonFiniteLogitsError, StageError
 
 if TYPE_CHECKING:
     from llmopt.request import Request
@@ -66,8 +66,10 @@ def sample(rows: list[Row], logits: Tensor) -> tuple[list[int], dict[int, BaseEx
     """Choose one token per row.
 
     :param logits: ``[R, vocab]`` float32; not changed.
-    :returns: the tokens, and the rows (by index) whose logits are not finite, with the error.
+    :returns: the tokens, and for rows (by index) that have none the error: their logits are not finite, or one of the
+        request's own processors failed.
     """
+    errors: dict[int, BaseException] = {}
     is_plain = True
     for row in rows:
         params = row.request.sampling
@@ -75,12 +77,11 @@ def sample(rows: list[Row], logits: Tensor) -> tuple[list[int], dict[int, BaseEx
             is_plain = False
             break
     if not is_plain:
-        logits = edit_logits(rows, logits)
+        logits = edit_logits(rows, logits, errors)
     tokens, top = best_tokens(logits)
-    errors: dict[int, BaseException] = {}
     if not all(map(math.isfinite, top)):
         for index, value in enumerate(top):
-            if not math.isfinite(value):
+            if not math.isfinite(value) and index not in errors:
                 errors[index] = NonFiniteLogitsError(
                     f"request {rows[index].request.request_id!r}: the best logit of its next token is {value}. "
                     + ("Every token is forbidden." if value == -math.inf else "Check the model's weights and dtype.")
@@ -109,8 +110,11 @@ def best_tokens(logits: Tensor) -> tuple[list[int], list[float]]:
     return tokens, logits.gather(-1, found)[:, 0].tolist()
 
 
-def edit_logits(rows: list[Row], logits: Tensor) -> Tensor:
-    """Apply penalties, biases, minimum length and the requests' own processors. Returns a copy where needed."""
+def edit_logits(rows: list[Row], logits: Tensor, errors: dict[int, BaseException]) -> Tensor:
+    """Apply penalties, biases, minimum length and the requests' own processors. Returns a copy where needed.
+
+    :param errors: row index -> why a processor of that row failed; filled here.
+    """
     copied = False
     for index, row in enumerate(rows):
         request, params = row.request, row.request.sampling
@@ -134,8 +138,14 @@ def edit_logits(rows: list[Row], logits: Tensor) -> Tensor:
                 line[token_id] += bias
         if row.num_output < params.min_new_tokens and request.eos_token_ids:
             line[[i for i in request.eos_token_ids if 0 <= i < line.shape[0]]] = -torch.inf
-        for processor in request.logits_processors:
-            logits[index] = processor(row.ids(), logits[index])
+        try:
+            for processor in request.logits_processors:
+                logits[index] = processor(row.ids(), logits[index])
+        except Exception as error:  # somebody's code: his request ends, the others go on
+            told = StageError(f"a logits processor of request {request.request_id!r} failed: "
+                              f"{type(error).__name__}: {error}")  # fmt: skip
+            told.__cause__ = error
+            errors[index] = told
     return logits
 
 

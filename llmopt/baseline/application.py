@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from llmopt.errors import InvalidPromptError, ModelError
@@ -22,16 +24,21 @@ _MAX_PENDING = 3  # tokens that can belong to an unfinished character: UTF-8 tak
 
 
 class BaselineTokenize:
-    """Text through the tokenizer, messages through its chat template, ids as they are."""
+    """Text through the tokenizer, messages through its chat template, ids as they are.
+
+    Text is encoded by a copy of the tokenizer, made for the first text: padding and truncation are settings of the
+    tokenizer object, and another thread that pads a batch with it would cut or pad the prompts of this one.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self.tokenizer = tokenizer
-        self._lock = threading.Lock()  # fast tokenizers refuse to be used by two threads at once
+        self._own: PreTrainedTokenizerBase | None = None
+        self._lock = threading.Lock()
 
     def __call__(self, prompt: Prompt) -> list[int]:
+        ids: list[int]
         if isinstance(prompt, str):
-            with self._lock:
-                ids: list[int] = self._tokenizer()(prompt)["input_ids"]
+            ids = self._encode(prompt, add_special_tokens=True)
         elif isinstance(prompt, Mapping) or not isinstance(prompt, Sequence):
             if hasattr(prompt, "tolist"):  # an array or tensor of ids
                 return self(prompt.tolist())
@@ -40,20 +47,35 @@ class BaselineTokenize:
             )
         elif len(prompt) and isinstance(prompt[0], Mapping):
             messages = [_checked_message(m, place) for place, m in enumerate(prompt)]
-            tokenizer = self._tokenizer()
-            if not tokenizer.chat_template:
-                raise InvalidPromptError("the tokenizer has no chat template. Give a text instead of messages.")
-            with self._lock:
-                ids = tokenizer.apply_chat_template(
-                    messages, add_generation_prompt=True, tokenize=True, return_dict=False
-                )
+            ids = self._encode(self._render(messages), add_special_tokens=False)  # the template writes them
         else:
-            if not all(isinstance(i, int) for i in prompt):
-                wrong = next(type(i).__name__ for i in prompt if not isinstance(i, int))
-                raise InvalidPromptError(f"a prompt given as a list holds messages or ints, found {wrong}.")
-            ids = list(prompt)  # type: ignore[arg-type]
+            wrong = [i for i in prompt if not isinstance(i, Integral) or isinstance(i, bool)]
+            if wrong:
+                raise InvalidPromptError(
+                    f"a prompt given as a list holds messages or ints, found {type(wrong[0]).__name__}."
+                )
+            ids = [int(i) for i in prompt]  # type: ignore[arg-type]
         if not ids:
             raise InvalidPromptError("the prompt is empty: it gives no token. Give at least one.")
+        return ids
+
+    def _render(self, messages: list[Message]) -> str:
+        tokenizer = self._tokenizer()
+        if not tokenizer.chat_template:
+            raise InvalidPromptError("the tokenizer has no chat template. Give a text instead of messages.")
+        try:
+            text: str = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        except ImportError:
+            raise
+        except Exception as error:  # a template has rules of its own: turns that alternate, a first role, ...
+            raise InvalidPromptError(f"the chat template refuses the messages: {error}") from error
+        return text
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        with self._lock:
+            if self._own is None:
+                self._own = copy.deepcopy(self._tokenizer())
+            ids: list[int] = self._own(text, add_special_tokens=add_special_tokens)["input_ids"]
         return ids
 
     def _tokenizer(self) -> PreTrainedTokenizerBase:
@@ -70,6 +92,8 @@ def _checked_message(message: Any, place: int) -> Message:
 
     :raises InvalidPromptError: names the message and the field.
     """
+    if not isinstance(message, Mapping):
+        raise InvalidPromptError(f"messages[{place}] must be a dict, found {type(message).__name__}.")
     role, content = message.get("role"), message.get("content")
     if role not in _ROLES:
         raise InvalidPromptError(f"messages[{place}].role is {role!r}; it must be one of {', '.join(_ROLES)}.")

@@ -62,8 +62,8 @@ class BaselineAllocate:
         return True
 
     def free(self, request: Request) -> None:
-        self.pool.free(request.block_table)
-        request.block_table.clear()
+        blocks, request.block_table = request.block_table, []  # a new list: the batch builder sees that blocks moved
+        self.pool.free(blocks)
 
     def num_blocks_ever(self, request: Request) -> int:
         # the last token is chosen and never computed

@@ -45,6 +45,12 @@ class BaselineAdmit:
                 f"{request.sampling.max_new_tokens or 1} more; the limit is {self.max_model_len} together. "
                 "Shorten the prompt, ask for fewer tokens, or build with a larger max_model_len."
             )
+        outside = [i for i in request.sampling.logit_bias or () if not 0 <= i < self.vocab_size]
+        if outside:
+            raise RequestError(
+                f"request {name!r} has a logit_bias for token id {outside[0]}; the vocabulary of the model is 0 to "
+                f"{self.vocab_size - 1}."
+            )
         needed = self.allocate.num_blocks_ever(request)
         if needed > self.pool.num_blocks:
             raise RequestTooLargeError(
@@ -59,7 +65,8 @@ class BaselineSchedule:
 
     Policy when the pool is short: a waiting request that lacks blocks lets later ones pass, until ``max_overtakes``
     requests have started before it; then nobody passes, so it runs at the latest when the running ones end. A running
-    request that lacks blocks pre-empts the one admitted last, which starts again from its first token.
+    request that lacks blocks pre-empts the one admitted last, which starts again from its first token; nobody starts in
+    such a step.
 
     :param can_chunk: whether a prompt may be computed in several steps; recurrent states only take a whole one.
     :param num_lookahead: draft tokens to keep room for.
@@ -85,10 +92,11 @@ class BaselineSchedule:
         self.can_chunk = can_chunk
         self.num_lookahead = num_lookahead
         self.num_preemptions = 0
-        self._overtakes: dict[str, int] = {}  # head of the line -> requests that passed it
+        self._overtakes: dict[Request, int] = {}  # head of the line -> requests that passed it
 
     def __call__(self, queue: RequestQueue) -> Batch | None:
         budget = self.max_tokens_per_step
+        num_preemptions = self.num_preemptions
         chosen: dict[Request, int] = {}
         for request in list(queue.running):
             if request.status is not RequestStatus.RUNNING or budget <= 0:
@@ -100,7 +108,7 @@ class BaselineSchedule:
                 continue
             chosen[request] = num_new
             budget -= num_new
-        if queue.waiting:
+        if queue.waiting and num_preemptions == self.num_preemptions:
             self._start_waiting(queue, chosen, budget)
         if not chosen:
             return self(queue) if self._break_stall(queue) else None
@@ -127,30 +135,30 @@ class BaselineSchedule:
 
     def _start_waiting(self, queue: RequestQueue, chosen: dict[Request, int], budget: int) -> None:
         blocked: Request | None = None
+        num_failed = 0
         for request in list(queue.waiting):
             if budget <= 0 or len(queue.running) >= self.max_num_requests or not queue.free_slots:
                 break
             if not self._start(request, queue, chosen, budget):
-                if blocked is None:
-                    blocked = request
-                    if self._overtakes.get(request.request_id, 0) >= self.max_overtakes:
-                        break
+                blocked = blocked or request
+                num_failed += 1  # a long line of requests that all lack blocks is not walked to its end in every step
+                if num_failed > self.max_overtakes or self._overtakes.get(blocked, 0) >= self.max_overtakes:
+                    break
                 continue
             budget -= chosen[request]
-            self._overtakes.pop(request.request_id, None)
+            self._overtakes.pop(request, None)
             if blocked is not None:
-                passed = self._overtakes.get(blocked.request_id, 0) + 1
-                self._overtakes[blocked.request_id] = passed
-                if passed >= self.max_overtakes:
+                self._overtakes[blocked] = self._overtakes.get(blocked, 0) + 1
+                if self._overtakes[blocked] >= self.max_overtakes:
                     break
-        if len(self._overtakes) > len(queue.by_id):
-            self._overtakes = {name: n for name, n in self._overtakes.items() if name in queue.by_id}
+        if len(self._overtakes) > len(queue):
+            self._overtakes = {r: n for r, n in self._overtakes.items() if queue.by_id.get(r.request_id) is r}
 
     def _break_stall(self, queue: RequestQueue) -> bool:
         """Free blocks when lockstep groups wait for members that cannot start.
 
         Every running request then waits, so the group that started first may take all: the others go back to the end
-        of the line. Returns whether anything changed.
+        of the line, and its own members come to the front of it. Returns whether anything changed.
         """
         if not queue.running or not queue.waiting:
             return False
@@ -161,7 +169,13 @@ class BaselineSchedule:
             queue.preempt(victim)
             queue.waiting.rotate(-1)  # from the head of the line to its end
             self.num_preemptions += 1
-        return bool(victims)
+        if first is None:
+            return bool(victims)
+        ordered = sorted(queue.waiting, key=lambda r: r.lockstep is not first)
+        is_changed = bool(victims) or ordered != list(queue.waiting)
+        queue.waiting.clear()
+        queue.waiting.extend(ordered)
+        return is_changed
 
     def _start(self, request: Request, queue: RequestQueue, chosen: dict[Request, int], budget: int) -> bool:
         found = self.lookup(request)
@@ -238,7 +252,7 @@ class BaselineCommit:
             if not request.is_finished and request.num_tokens >= request.max_len:
                 request.finish("length")
             if request.is_finished:
-                if request.wants_text:
+                if request.wants_text and not isinstance(request.stop_reason, str):  # nothing follows a stop string
                     request.text += self.detokenize(request)
                     if request.finish_reason == "length" and request.stop_reason is not None:
                         request.finish("stop")

@@ -34,10 +34,14 @@ class BaselineVerify:
         if mask is not None:
             logits = mask.apply(logits)
         if drafts is None and all(r.lockstep is None for r in batch.logits_requests):
-            tokens, failed = sample([Row(r) for r in batch.logits_requests], logits)
+            requests = batch.logits_requests
+            rows = [Row(r) for r in requests]
+            tokens, failed = sample(rows, logits)
             if not failed:
-                requests = batch.logits_requests
                 return AcceptedTokens(requests, [[t] for t in tokens], [None] * len(tokens))
+            accepted = AcceptedTokens([], [], [])
+            self._match(rows, tokens, failed, {}, accepted)
+            return accepted
         return self._verify_mixed(batch, drafts, logits)
 
     def _verify_mixed(self, batch: Batch, drafts: DraftTokens | None, logits: Tensor) -> AcceptedTokens:

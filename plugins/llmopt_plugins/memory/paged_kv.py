@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class PagedAllocate:
-    """Cover the tokens of the coming step and nothing more.
+    """Cover the known tokens of a request and its drafts, and nothing more.
 
     :param watermark: blocks that stay free when a request starts, so that running ones can grow for a while.
     """
@@ -31,7 +31,10 @@ class PagedAllocate:
         self.watermark = watermark
 
     def __call__(self, request: Request, num_tokens: int) -> bool:
-        end = min(request.num_computed_tokens + num_tokens, max(request.max_len, request.num_tokens))
+        # All known tokens, so that a prompt in chunks cannot run out of blocks half-way and start again; drafts as far
+        # as they can be kept: the last token is chosen and never computed.
+        end = request.num_computed_tokens + num_tokens
+        end = max(min(end, request.max_len - 1), request.num_tokens)
         missing = self.pool.num_blocks_for(end) - len(request.block_table)
         if missing <= 0:
             return True
@@ -43,8 +46,8 @@ class PagedAllocate:
         return True
 
     def free(self, request: Request) -> None:
-        self.pool.free(request.block_table)
-        request.block_table.clear()
+        blocks, request.block_table = request.block_table, []  # a new list: the batch builder sees that blocks moved
+        self.pool.free(blocks)
 
     def num_blocks_ever(self, request: Request) -> int:
         return self.pool.num_blocks_for(max(request.max_len - 1, request.num_prompt_tokens))
