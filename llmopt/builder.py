@@ -111,11 +111,16 @@ class _Builder:
 
     def _build_engine(self, pipeline: InferencePipeline, capabilities: Capabilities, machine: Machine) -> None:
         context, config = self.context, self.config
-        context.max_model_len, context.block_pool = self._size_pool(capabilities, machine)
+        budget = config.memory.pool_bytes
+        if budget is None:
+            budget = int(machine.device_available_bytes * config.memory.memory_fraction)
+        max_num_requests = self._num_slots(capabilities, budget)
+        budget -= max_num_requests * 2 * capabilities.state_bytes  # at rest, and live in the cache layers
+        context.max_model_len, context.block_pool = self._size_pool(capabilities, budget, max_num_requests)
         pool = context.block_pool
         kv = context.kv_cache = KVCache(capabilities.layer_shapes, pool.num_blocks, pool.block_size)
         builder = context.batch_builder = BatchBuilder(pool.block_size)
-        queue = context.queue = RequestQueue(config.scheduling.max_num_requests)
+        queue = context.queue = RequestQueue(max_num_requests)
         stages, model, tokenizer = context.stages, context.model, context.tokenizer
 
         make: dict[str, Callable[[], Any]] = {
@@ -135,7 +140,7 @@ class _Builder:
                 stages.allocate,
                 stages.lookup,
                 builder,
-                max_num_requests=config.scheduling.max_num_requests,
+                max_num_requests=max_num_requests,
                 max_tokens_per_step=config.scheduling.max_tokens_per_step,
                 can_chunk=not capabilities.has_states,
                 num_lookahead=config.speculation.max_num_draft,
@@ -157,12 +162,29 @@ class _Builder:
         setattr(self.plain, name, plain)
         return self.registry.build_stage(name, plain, self.config, self.context)
 
-    def _size_pool(self, capabilities: Capabilities, machine: Machine) -> tuple[int, BlockPool]:
-        """Longest sequence and blocks, from what this process may use.
+    def _num_slots(self, capabilities: Capabilities, budget: int) -> int:
+        """How many requests may run at once: as configured, or as many as half of the budget holds states for.
+
+        :raises MemoryBudgetError: not even one request's states fit.
+        """
+        wanted, per_request = self.config.scheduling.max_num_requests, 2 * capabilities.state_bytes
+        if per_request * wanted <= budget // 2:
+            return wanted
+        fitting = budget // 2 // per_request
+        if fitting < 1:
+            raise MemoryBudgetError(
+                f"the recurrent states of one request take {per_request} bytes, and half of the {budget} bytes that "
+                "are available may hold states. Raise pool_bytes or memory_fraction."
+            )
+        self.notes.append(f"max_num_requests is cut from {wanted} to {fitting}, whose recurrent states fit the memory")
+        return fitting
+
+    def _size_pool(self, capabilities: Capabilities, budget: int, max_num_requests: int) -> tuple[int, BlockPool]:
+        """Longest sequence and blocks, from the bytes that are left for KV.
 
         :raises MemoryBudgetError: names the bytes needed for one sequence, the bytes there are, and what would fit.
         """
-        memory, max_num_requests = self.config.memory, self.config.scheduling.max_num_requests
+        memory = self.config.memory
         limit = capabilities.position_limit or _DEFAULT_MODEL_LEN
         wanted = min(memory.max_model_len or limit, limit)
         if memory.max_model_len is not None and memory.max_model_len > limit:
@@ -171,9 +193,6 @@ class _Builder:
         if per_token == 0:  # no attention layer: a block is a licence to run, and holds nothing
             return wanted, BlockPool(max_num_requests, wanted)
         size = min(memory.block_size, wanted)
-        budget = memory.pool_bytes
-        if budget is None:
-            budget = int(machine.device_available_bytes * memory.memory_fraction)
         num_blocks = max(0, budget) // (per_token * size)
         fitting = num_blocks * size
         if fitting < wanted:

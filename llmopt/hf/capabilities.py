@@ -32,6 +32,7 @@ class Capabilities:
     layout: Layout = "packed"  # packed: [1, T] ragged; rows: [B, 1] decodes and one [1, L] forward per prompt
     layer_types: list[str] = field(default_factory=list)  # per layer, as transformers names them
     layer_shapes: dict[int, LayerShape] = field(default_factory=dict)  # what each attention layer stores
+    state_bytes: int = 0  # recurrent states of one running request, all layers
     gather: bool = False  # attention modules change keys after the cache: hand them the whole history
     vocab_size: int = 0  # ids that may be in a prompt
     position_limit: int | None = None  # longest sequence the model was made for

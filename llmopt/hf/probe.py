@@ -13,6 +13,7 @@ from llmopt.errors import UnsupportedModelError
 from llmopt.hf.attention import AttentionSwitch
 from llmopt.hf.cache import EngineCache
 from llmopt.hf.capabilities import text_config
+from llmopt.hf.rows import RowStates
 from llmopt.hf.step import ProbeStep
 from llmopt.request import Request, RequestStatus, SamplingParams
 
@@ -48,9 +49,11 @@ def probe_layers(model: PreTrainedModel, capabilities: Capabilities) -> None:
     if capabilities.takes_position_ids:
         inputs["position_ids"] = torch.arange(3, device=device)[None]
     switch = AttentionSwitch(model)
+    cache = EngineCache(text_config(model), step)
+    states = RowStates(model, cache)
     try:
-        with switch(step):
-            model(**inputs, cache=EngineCache(text_config(model), step), use_cache=True, return_dict=True)
+        with switch(step), states.forward([0], is_prompt=True):
+            model(**inputs, cache=cache, use_cache=True, return_dict=True)
     except UnsupportedModelError:
         raise
     except Exception as error:
@@ -61,11 +64,13 @@ def probe_layers(model: PreTrainedModel, capabilities: Capabilities) -> None:
         switch.close()
     capabilities.layer_shapes = step.shapes
     capabilities.gather = step.gather
-    if capabilities.layout == "packed":
-        if not step.shapes:
-            raise UnsupportedModelError("its layers do not store keys and values in the cache they are given")
-        if step.num_attention_calls == 0:
-            raise UnsupportedModelError("its layers do not call the attention function that its config names")
+    capabilities.state_bytes = states.num_bytes()
+    if capabilities.layout == "packed" and not step.shapes:
+        raise UnsupportedModelError("its layers do not store keys and values in the cache they are given")
+    if capabilities.layout == "rows" and not capabilities.state_bytes:
+        raise UnsupportedModelError("its layers do not store their states in the cache they are given")
+    if step.shapes and step.num_attention_calls == 0:
+        raise UnsupportedModelError("its layers do not call the attention function that its config names")
 
 
 @torch.no_grad()
