@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from llmopt import recovery
 from llmopt.batch import StepOutput
-from llmopt.errors import PipelineClosedError, RequestAbortedError, StageError, UnsupportedModelError
-from llmopt.request import Request, RequestStatus
+from llmopt.errors import PipelineClosedError, RequestAbortedError, RequestError, UnsupportedModelError
+from llmopt.request import Request
 
 if TYPE_CHECKING:
     from types import SimpleNamespace
@@ -46,6 +48,9 @@ if TYPE_CHECKING:
     )
     from llmopt.submit import RequestHandle
     from llmopt.text import TextOutput
+
+
+logger = logging.getLogger("llmopt")
 
 
 class InferencePipeline:
@@ -91,7 +96,8 @@ class InferencePipeline:
         self._listeners: dict[Request, Callable[[Request], None]] = {}
         self._thread: threading.Thread | None = None
         self._is_closed = False
-        self._counts = {"num_steps": 0, "num_step_tokens": 0, "num_new_tokens": 0, "num_finished": 0, "num_errors": 0}
+        names = ("num_steps", "num_step_tokens", "num_new_tokens", "num_finished", "num_aborted", "num_errors")
+        self._counts = dict.fromkeys(names, 0)
         self._step_s = 0.0
 
     # -- the step -----------------------------------------------------------------------------------------------------
@@ -115,76 +121,50 @@ class InferencePipeline:
         with self._lock:
             start = time.perf_counter()
             try:
-                output = self.step()
-            except Exception as error:
-                output = self._isolate(error)
+                try:
+                    output = self.step()
+                except Exception as error:
+                    output = self._recover(error)
+            except BaseException:  # interrupted: what the cache holds is unknown
+                recovery.restart(self, list(self.queue.running))
+                raise
             if output.num_tokens:
                 counts = self._counts
                 counts["num_steps"] += 1
                 counts["num_step_tokens"] += output.num_tokens
                 counts["num_new_tokens"] += output.num_new_tokens
-                counts["num_finished"] += len(output.finished)
                 self._step_s += time.perf_counter() - start
             self._notify(output)
             return output
 
-    def _isolate(self, error: Exception) -> StepOutput:
-        """After a failed step, run its requests one by one, each from its start, and end those that fail alone."""
-        suspects = list(self.queue.running) or list(self.queue.waiting)
-        stage, _ = self.registry.blame(error)
-        total = StepOutput()
-        for request in suspects:
-            if request.status is RequestStatus.RUNNING:
-                self.allocate.free(request)
-                self.queue.preempt(request)
-        for request in suspects:
-            if request.is_finished:
-                continue
-            if len(suspects) == 1 or (request.lockstep is not None and stage in ("verify", "commit")):
-                self._fail(request, error, total)
-                continue
-            whole, self.queue = self.queue, self.queue.only(request)
-            try:
-                output = self.step()
-            except Exception as own_error:
-                whole.absorb(self.queue)
-                self.queue = whole
-                self._fail(request, own_error, total)
-            else:
-                whole.absorb(self.queue)
-                self.queue = whole
-                total.num_tokens += output.num_tokens
-                total.num_new_tokens += output.num_new_tokens
-                total.advanced += output.advanced
-                total.finished += output.finished
-                for done in output.finished:
-                    self.queue.remove(done)
-        return total
-
-    def _fail(self, request: Request, error: BaseException, output: StepOutput) -> None:
-        """End a request, and with it its lockstep group, with an error that names stage and plugin."""
-        stage, plugin = self.registry.blame(error)
-        who = f"plugin {plugin!r}" if plugin != "baseline" else "the baseline"
-        told = StageError(
-            f"stage {stage!r} failed in {who} for request {request.request_id!r}: {type(error).__name__}: {error}"
-        )
-        told.__cause__ = error
-        members = [r for r in self.queue if r is request or (r.lockstep is not None and r.lockstep is request.lockstep)]
-        for member in members:
-            member.finish("error", told)
-            self.queue.remove(member)
-            self.allocate.free(member)
-            output.finished.append(member)
-            self._counts["num_errors"] += 1
+    def _recover(self, error: Exception) -> StepOutput:
+        """End the requests that make a step raise. See `llmopt.recovery`."""
+        try:
+            output = recovery.isolate(self, error)
+        except Exception as second_error:
+            logger.exception("a failed step could not be undone; every request ends.")
+            output = recovery.end_all(self, second_error)
+        # those that ended before the step raised were not told yet
+        output.finished += [r for r in self._listeners if r.is_finished and r not in output.finished]
+        return output
 
     def _notify(self, output: StepOutput) -> None:
+        for request in output.finished:
+            self._counts["num_aborted" if request.finish_reason == "abort" else "num_finished"] += 1
+            if request.finish_reason == "error" and request.error is not None:
+                self._counts["num_errors"] += 1
+                if request.lockstep is None:  # the caller of `generate` gets what his processors raised
+                    request.error = recovery.named(self.registry, request.error, f"request {request.request_id!r}")
         if self._listeners:
             for request in {*output.advanced, *output.finished}:
                 listener = self._listeners.get(request)
                 if listener is not None:
                     if request.is_finished:
                         del self._listeners[request]
-                    listener(request)
+                    try:
+                        listener(request)
+                    except Exception:  # somebody else's code on the stepping thread
+                        logger.exception("a listener of request %r failed.", request.request_id)
         self._changed.notify_all()
 
     # -- requests -----------------------------------------------------------------------------------------------------
@@ -194,14 +174,20 @@ class InferencePipeline:
         :param listener: called after each step that gave the request tokens or ended it, on the stepping thread.
         :raises RequestError: when it can never run.
         """
-        if self.why_not is not None:
-            raise UnsupportedModelError(
-                f"the engine cannot run this model: {self.why_not}. `generate` works, through the model's own loop."
-            )
-        self.encode_media(request)
+        self.check_supported()
+        if request.is_finished:
+            raise RequestError(f"request {request.request_id!r} has run already. Make a new one.")
+        what = f"request {request.request_id!r}"
+        with recovery.naming(self.registry, what):
+            self.encode_media(request)
         with self._lock:
             self._check_open()
-            self.admit(request, self.queue)
+            try:
+                with recovery.naming(self.registry, what):
+                    self.admit(request, self.queue)
+            except BaseException:
+                self.queue.remove(request)  # a wrapping plugin may raise after the baseline has taken it
+                raise
             if listener is not None:
                 self._listeners[request] = listener
             self._changed.notify_all()
@@ -257,12 +243,23 @@ class InferencePipeline:
                 if is_done():
                     return
                 self._check_open()
-                if self._thread is not None:
+                if self._thread is not None and self._thread.is_alive():
                     self._changed.wait(timeout=1.0)
                     continue
                 output = self.advance()
-            if output.num_tokens == 0 and not output.finished:
-                time.sleep(0.0005)  # a scheduler waits for company, or another caller holds the blocks
+            self._give_way(output)
+
+    @staticmethod
+    def _give_way(output: StepOutput) -> None:
+        """Let other callers take the lock between two steps; without work, wait for company or for blocks."""
+        time.sleep(0 if output.num_tokens or output.finished else 0.0005)
+
+    def check_supported(self) -> None:
+        """Raise `UnsupportedModelError` when only `generate` works, through the model's own loop."""
+        if self.why_not is not None:
+            raise UnsupportedModelError(
+                f"the engine cannot run this model: {self.why_not}. `generate` works, through the model's own loop."
+            )
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -291,19 +288,25 @@ class InferencePipeline:
         """Start the background thread that steps while there is work. Harmless when it runs already."""
         with self._lock:
             self._check_open()
-            if self._thread is None:
+            if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._serve, name="llmopt-engine", daemon=True)
                 self._thread.start()
 
     def _serve(self) -> None:
-        while True:
+        try:
+            while True:
+                with self._lock:
+                    while not len(self.queue) and not self._is_closed:
+                        self._changed.wait()
+                    if self._is_closed:
+                        return
+                    output = self.advance()
+                self._give_way(output)
+        except BaseException as error:  # no error of a stage, `advance` deals with those: the thread is told to exit
+            logger.exception("the background thread ends; so do the requests that it was running.")
             with self._lock:
-                while not len(self.queue) and not self._is_closed:
-                    self._changed.wait()
-                if self._is_closed:
-                    return
-                output = self.advance()
-            time.sleep(0 if output.num_tokens else 0.0005)  # lets callers take the lock between steps
+                self._thread = None  # `start` makes another
+                self._notify(recovery.end_all(self, error))
 
     def stats(self) -> dict[str, Any]:
         """Counters since the pipeline was built, and what the stages report of themselves."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from typing import TYPE_CHECKING, Any
 
 from llmopt.errors import RequestError
@@ -20,13 +21,17 @@ class RequestHandle:
     """A submitted request.
 
     ``for piece in handle`` and ``async for piece in handle`` give its text, `result` and ``await handle`` its output.
+    A reader that leaves early (a broken loop, a cancelled task) aborts the request; a `result` that times out does not.
     """
 
     def __init__(self, pipeline: InferencePipeline, request: Request) -> None:
         self._pipeline = pipeline
         self._request = request
-        self._changed = threading.Condition()
+        self._news = threading.Condition()
         self._wakers: list[Callable[[], None]] = []
+        # what readers see, as of the end of the last step: the request itself changes in the middle of one
+        self._text = ""
+        self._is_done = False
 
     @property
     def request_id(self) -> str:
@@ -36,7 +41,7 @@ class RequestHandle:
     @property
     def is_finished(self) -> bool:
         """Whether no more tokens will come."""
-        return self._request.is_finished
+        return self._is_done
 
     def abort(self) -> None:
         """End the request now."""
@@ -48,61 +53,79 @@ class RequestHandle:
         :raises TimeoutError: it did not finish in time; it goes on.
         :raises LlmoptError: the request failed or was aborted.
         """
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._request.is_finished, timeout_s):
+        with self._news:
+            if not self._news.wait_for(lambda: self._is_done, timeout_s):
                 raise TimeoutError(f"request {self.request_id!r} did not finish within {timeout_s} s.")
         return self._output()
 
     def __iter__(self) -> Iterator[str]:
         done = 0
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: len(self._request.text) > done or self._request.is_finished)
-            piece = self._request.text[done:]
-            done += len(piece)
-            if piece:
-                yield piece
-            elif self._request.is_finished:
-                self._output()
-                return
 
-    async def __aiter__(self) -> AsyncIterator[str]:
-        done = 0
+        def has_news() -> bool:
+            return len(self._text) > done or self._is_done
+
         try:
             while True:
-                await self._wait(lambda: len(self._request.text) > done or self._request.is_finished)
-                piece = self._request.text[done:]
+                with self._news:
+                    self._news.wait_for(has_news)
+                    piece = self._text[done:]
                 done += len(piece)
                 if piece:
                     yield piece
-                elif self._request.is_finished:
+                else:
                     self._output()
                     return
         finally:
-            if not self._request.is_finished:  # the reader went away
-                self.abort()
+            self._leave()
 
-    def __await__(self) -> Any:
+    async def __aiter__(self) -> AsyncIterator[str]:
+        done = 0
+
+        def has_news() -> bool:
+            return len(self._text) > done or self._is_done
+
+        try:
+            while True:
+                await self._wait(has_news)
+                piece = self._text[done:]
+                done += len(piece)
+                if piece:
+                    yield piece
+                else:
+                    self._output()
+                    return
+        finally:
+            self._leave()
+
+    def __await__(self) -> Generator[Any, None, TextOutput]:
         return self._finish().__await__()
 
     async def _finish(self) -> TextOutput:
-        await self._wait(lambda: self._request.is_finished)
+        try:
+            await self._wait(lambda: self._is_done)
+        finally:
+            self._leave()
         return self._output()
+
+    def _leave(self) -> None:
+        if not self._is_done:
+            self.abort()
 
     async def _wait(self, is_done: Callable[[], bool]) -> None:
         loop, event = asyncio.get_running_loop(), asyncio.Event()
 
         def wake() -> None:
-            loop.call_soon_threadsafe(event.set)
+            with contextlib.suppress(RuntimeError):  # the loop was closed
+                loop.call_soon_threadsafe(event.set)
 
-        with self._changed:
+        with self._news:
             self._wakers.append(wake)
         try:
             while not is_done():
                 await event.wait()
                 event.clear()
         finally:
-            with self._changed:
+            with self._news:
                 self._wakers.remove(wake)
 
     def _output(self) -> TextOutput:
@@ -111,8 +134,10 @@ class RequestHandle:
         return TextOutput.of(self._request)
 
     def _on_progress(self, request: Request) -> None:
-        with self._changed:
-            self._changed.notify_all()
+        """Called on the stepping thread, between two steps."""
+        with self._news:
+            self._text, self._is_done = request.text, request.is_finished
+            self._news.notify_all()
             wakers = list(self._wakers)
         for wake in wakers:
             wake()

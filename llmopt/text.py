@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from llmopt import recovery
 from llmopt.errors import RequestError
 from llmopt.request import Request, SamplingParams
 
@@ -57,7 +58,7 @@ class TextOutput:
 def sampling_params(
     config: GenerationConfig, given: SamplingParams | None, options: Mapping[str, Any]
 ) -> SamplingParams:
-    """Sampling parameters from keyword arguments; what is not given comes from the model's generation config.
+    """Sampling parameters from keyword arguments; what is not given, or None, comes from the generation config.
 
     :raises RequestError: for names that do not exist, and values out of range.
     """
@@ -67,6 +68,8 @@ def sampling_params(
             f"unknown options {', '.join(sorted(unknown))}. Options: {', '.join(sorted(_SAMPLING | _REQUEST))}."
         )
     if given is not None:
+        if not isinstance(given, SamplingParams):
+            raise RequestError(f"sampling must be SamplingParams, found {type(given).__name__}.")
         values = {name: getattr(given, name) for name in _SAMPLING}
     else:
         values = {"repetition_penalty": config.repetition_penalty or 1.0}
@@ -77,20 +80,23 @@ def sampling_params(
                 "top_p": 1.0 if config.top_p is None else config.top_p,
                 "min_p": config.min_p or 0.0,
             }
-    return SamplingParams(**{**values, **options})
+    return SamplingParams(**{**values, **{name: value for name, value in options.items() if value is not None}})
 
 
 def make_requests(pipeline: InferencePipeline, prompt: Prompt, options: Mapping[str, Any]) -> list[Request]:
     """Requests for one prompt, one for each of its ``n`` continuations.
 
     :raises RequestError: bad prompt or parameters.
+    :raises UnsupportedModelError: the engine cannot run the model.
     """
+    pipeline.check_supported()
     options = dict(options)
     request_id = str(options.pop("request_id", None) or f"request-{next(_numbers)}")
     others = {name: options.pop(name) for name in list(options) if name in _REQUEST}
     config = pipeline.model.generation_config
     params = sampling_params(config, options.pop("sampling", None), options)
-    prompt_ids = pipeline.tokenize(prompt)
+    with recovery.naming(pipeline.registry, f"request {request_id!r}"):
+        prompt_ids = pipeline.tokenize(prompt)
     limit = pipeline.max_model_len
     new = params.max_new_tokens
     max_len = max(len(prompt_ids) + 1, limit) if new is None else len(prompt_ids) + new
@@ -139,16 +145,18 @@ def stream(pipeline: InferencePipeline, prompt: Prompt, **options: Any) -> Itera
 
 def _pieces(pipeline: InferencePipeline, request: Request) -> Iterator[str]:
     done = 0
+
+    def has_news() -> bool:
+        return len(request.text) > done or request.is_finished
+
     try:
         while True:
-            seen = done
-            pipeline.wait(lambda: len(request.text) > seen or request.is_finished)
-            text = request.text
-            if len(text) > done:
-                yield text[done:]
-                done = len(text)
-            elif request.is_finished:
+            pipeline.wait(has_news)
+            piece = request.text[done:]
+            done += len(piece)
+            if not piece:
                 break
+            yield piece
         if request.error is not None:
             raise request.error
     finally:
