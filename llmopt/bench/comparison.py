@@ -31,6 +31,7 @@ class Verdict:
     passed: bool  # lossy contenders always pass: their loss is reported, not judged
     difference: Difference | None  # from `model.generate`; in half precision near-ties may differ
     replay: Replay | None  # half precision only
+    note: str = ""  # what a reader of the figures has to know
 
     def __str__(self) -> str:
         if self.replay is not None:
@@ -163,7 +164,7 @@ def check(
             passed = played.max_gap <= max(max_gap, 2 * verdicts[0].replay.max_gap)
         else:
             passed = difference is None
-        verdicts.append(Verdict(contender.name, contender.promise, passed, difference, played))
+        verdicts.append(Verdict(contender.name, contender.promise, passed, difference, played, contender.note))
     return verdicts
 
 

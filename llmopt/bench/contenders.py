@@ -25,6 +25,10 @@ class Contender(Protocol):
     name: str  # the row in the table
     promise: str  # "reference", "exact", "distribution" or "lossy": what its tokens must be
 
+    @property
+    def note(self) -> str:
+        """What a reader of the figures has to know; empty when nothing."""
+
     def generate(self, requests: Sequence[BenchRequest]) -> list[list[int]]:
         """The new tokens of each request: exactly ``max_new_tokens`` of them, whatever the model's end token says."""
 
@@ -40,6 +44,7 @@ class HuggingFace:
 
     name = "HF generate"
     promise = "reference"
+    note = ""
 
     def __init__(self, model: PreTrainedModel, pad_token_id: int) -> None:
         self.model = model
@@ -70,20 +75,36 @@ class Pipeline:
         """The new tokens of each request."""
         if len({request.max_new_tokens for request in requests}) == 1:
             return _generate(self.pipe, requests, self.pad_token_id, self.pipe.model.device)
-        from llmopt.request import SamplingParams
-
         outputs = self.pipe.batch(
-            [request.prompt_ids for request in requests],
-            sampling=[SamplingParams(max_new_tokens=request.max_new_tokens, ignore_eos=True) for request in requests],
+            [{"prompt": request.prompt_ids, "max_new_tokens": request.max_new_tokens} for request in requests],
+            temperature=0.0,
+            ignore_eos=True,
             progress=False,
         )
-        return [list(output.output_ids) for output in outputs]
+        for output in outputs:
+            if output.error is not None:
+                raise output.error
+        return [list(output.token_ids) for output in outputs]
+
+    @property
+    def note(self) -> str:
+        """Why calls of ``generate`` went to the model's own loop, if any did."""
+        return "; ".join(self.pipe.stats()["fall_backs"])
 
     @contextmanager
     def timed_forward(self, clock: ForwardClock) -> Iterator[None]:
-        """Measures the model's forward."""
-        with clock.attached(self.pipe.model):
+        """Measures the model's forward; the stage ``execute`` where a plugin runs the model in its own way."""
+        owners = self.pipe.registry.chains["execute"].owners if self.pipe.why_not is None else ("baseline",)
+        if owners[0] == "baseline":
+            with clock.attached(self.pipe.model):
+                yield
+            return
+        execute = self.pipe.execute
+        self.pipe.execute = clock.timed(execute)
+        try:
             yield
+        finally:
+            self.pipe.execute = execute
 
     def close(self) -> None:
         """Close the pipeline."""

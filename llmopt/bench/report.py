@@ -34,6 +34,8 @@ def table(result: Result) -> Table:
             f"{timing.outside_us.median:.0f}",
             _tokens(verdict),
         )
+        if verdict.note:
+            made.caption = f"{made.caption or ''}{timing.name} fell back to model.generate: {verdict.note}\n"
     return made
 
 
@@ -63,6 +65,7 @@ def json_lines(result: Result, model: str, environment: dict[str, Any]) -> Itera
             "host_us_per_step": _spread(timing.outside_us),
             "total_s": timing.total_s,
             "promise": verdict.promise,
+            "note": verdict.note,
             "tokens_ok": verdict.passed,
             "tokens_identical": verdict.difference is None,
             "replay_max_gap": None if verdict.replay is None else verdict.replay.max_gap,

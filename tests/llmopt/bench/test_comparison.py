@@ -21,6 +21,8 @@ from llmopt.bench.workloads import BenchRequest
 class Altered:
     """Hugging Face's tokens with some of them replaced."""
 
+    note = ""
+
     def __init__(self, inner: HuggingFace, promise: str, change: dict[tuple[int, int], int]) -> None:
         self.name, self.promise, self.inner, self.change = "altered", promise, inner, change
 

@@ -17,6 +17,7 @@ class Recorder:
     """A contender that sleeps and notes what it was asked."""
 
     promise = "exact"
+    note = ""
 
     def __init__(self, name: str, seconds: float, log: list[tuple[str, int, int]]) -> None:
         self.name, self.seconds, self.log = name, seconds, log
