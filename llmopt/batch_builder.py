@@ -109,7 +109,10 @@ class BatchBuilder:
         return batch
 
     def _is_next_decode(self, requests: list[Request], num_scheduled: list[int]) -> bool:
-        """Whether this is the last batch one token later: same rows, same blocks (whoever moves blocks makes a new list)."""
+        """Whether this is the last batch one token later: same rows, same blocks.
+
+        Whoever moves a request's blocks gives it a new list.
+        """
         last = self._last
         assert last is not None
         if len(requests) != len(last.requests):

@@ -41,8 +41,8 @@ class Description:
         if self.runs_natively:
             lines.append(f"attention   {self.attention}")
             lines.append(
-                f"KV pool     {self.num_blocks} blocks of {self.block_size} tokens, at most {self.pool_bytes / 2**20:.0f} "
-                f"MiB; sequences up to {self.max_model_len} tokens"
+                f"KV pool     {self.num_blocks} blocks of {self.block_size} tokens, at most "
+                f"{self.pool_bytes / 2**20:.0f} MiB; sequences up to {self.max_model_len} tokens"
             )
         shown = ", ".join(f"{p['name']} ({p['promise']})" for p in self.plugins)
         lines.append(f"plugins     {shown or 'none'}")

@@ -110,7 +110,7 @@ class InferencePipeline:
         if drafts is not None:
             batch = self.batch_builder.with_drafts(batch, drafts)
         mask = self.constrain(batch, drafts)
-        self.exchange(batch, drafts)
+        batch, drafts = self.exchange(batch, drafts)
         self.adapt(batch)
         logits = self.execute(batch, drafts)
         accepted = self.verify(batch, drafts, logits, mask)

@@ -110,8 +110,8 @@ class Lookup(Protocol):
         """Find KV that is in the pool already.
 
         Called when a waiting request is about to start. Appends shared blocks to ``request.block_table`` (each held
-        once more) and returns how many leading tokens they cover, at most ``num_tokens - 1``. None: wait, the KV is being
-        computed by another request right now.
+        once more) and returns how many leading tokens they cover, at most ``num_tokens - 1``. None: wait, another
+        request is computing the KV right now.
         """
 
 
@@ -209,7 +209,7 @@ class Shard(Protocol):
 
 
 class Exchange(Protocol):
-    def __call__(self, batch: Batch | None, drafts: DraftTokens | None) -> tuple[Batch | None, DraftTokens | None]:
+    def __call__(self, batch: Batch | None, drafts: DraftTokens | None) -> tuple[Batch, DraftTokens | None]:
         """Give every rank the same batch: the scheduling rank sends, the others receive and pass None.
 
         The baseline runs on one rank and returns its arguments.

@@ -20,5 +20,6 @@ class BaselineShard:
 class BaselineExchange:
     """There is nobody to exchange with."""
 
-    def __call__(self, batch: Batch | None, drafts: DraftTokens | None) -> tuple[Batch | None, DraftTokens | None]:
+    def __call__(self, batch: Batch | None, drafts: DraftTokens | None) -> tuple[Batch, DraftTokens | None]:
+        assert batch is not None, "there is no other rank to receive a batch from"
         return batch, drafts

@@ -6,6 +6,7 @@ import inspect
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
@@ -44,6 +45,13 @@ class Capabilities:
     def has_states(self) -> bool:
         """Whether layers keep recurrent states, which neither chunks nor forks can split."""
         return self.layout == "rows"
+
+
+def input_device(model: PreTrainedModel) -> torch.device:
+    """Where the model wants its ids. accelerate's hooks know it when the weights themselves are offloaded."""
+    embeddings = model.get_input_embeddings()
+    device = getattr(getattr(embeddings, "_hf_hook", None), "execution_device", None)
+    return torch.device(device) if device is not None else embeddings.weight.device
 
 
 def text_config(model: PreTrainedModel) -> PreTrainedConfig:

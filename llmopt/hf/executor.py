@@ -10,7 +10,7 @@ from torch import Tensor
 
 from llmopt.hf.attention import AttentionSwitch
 from llmopt.hf.cache import EngineCache
-from llmopt.hf.capabilities import text_config
+from llmopt.hf.capabilities import input_device, text_config
 from llmopt.hf.rows import RowStates, split_batch
 from llmopt.hf.step import GatherStep, PagedStep
 
@@ -35,7 +35,7 @@ class HfExecute:
         self.step = (GatherStep if capabilities.gather else PagedStep)(kv_cache, attend)
         self.cache = EngineCache(text_config(model), self.step)
         self.switch = AttentionSwitch(model)
-        self.device = model.get_input_embeddings().weight.device
+        self.device = input_device(model)
         self.states = RowStates(model, self.cache) if capabilities.layout == "rows" else None
 
     def __call__(self, batch: Batch, drafts: DraftTokens | None) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from llmopt.errors import UnsupportedModelError
 from llmopt.hf.attention import AttentionSwitch
 from llmopt.hf.cache import EngineCache
-from llmopt.hf.capabilities import text_config
+from llmopt.hf.capabilities import input_device, text_config
 from llmopt.hf.rows import RowStates
 from llmopt.hf.step import ProbeStep
 from llmopt.request import Request, RequestStatus, SamplingParams
@@ -42,7 +42,7 @@ def probe_layers(model: PreTrainedModel, capabilities: Capabilities) -> None:
     :raises UnsupportedModelError: the model calls attention or the cache in a way that the engine does not know.
     """
     step = ProbeStep(capabilities.layer_types)
-    device = model.get_input_embeddings().weight.device
+    device = input_device(model)
     inputs: dict[str, Any] = {
         "input_ids": torch.from_numpy(_ids(model, capabilities.vocab_size, 3, 0)).to(device)[None]
     }
@@ -99,14 +99,15 @@ def self_test(pipeline: InferencePipeline) -> str | None:
             for request in present:
                 if request.status is RequestStatus.WAITING:
                     pipeline.queue.add(request)
-            batch = pipeline.schedule(pipeline.queue)
-            if batch is None:
-                return "the scheduler does not start the self-test's requests"
-            logits = pipeline.execute(batch, None)
-            for row, request in enumerate(batch.logits_requests):
-                got[request] = logits[row].clone()
-            for request, count in zip(batch.requests, batch.num_scheduled.tolist(), strict=True):
-                request.num_computed_tokens += count
+            while any(r.num_computed_tokens < r.num_tokens for r in present):  # a small budget takes several steps
+                batch = pipeline.schedule(pipeline.queue)
+                if batch is None:
+                    return "the scheduler does not start the self-test's requests"
+                logits = pipeline.execute(batch, None)
+                for row, request in enumerate(batch.logits_requests):
+                    got[request] = logits[row].clone()
+                for request, count in zip(batch.requests, batch.num_scheduled.tolist(), strict=True):
+                    request.num_computed_tokens += count
             first.num_tokens = length
     except Exception as error:
         return f"its self-test fails ({type(error).__name__}: {error})"
@@ -129,7 +130,7 @@ def self_test(pipeline: InferencePipeline) -> str | None:
 
 def _plain_logits(model: PreTrainedModel, ids: np.ndarray) -> Tensor:
     """Logits after the last id, from the model alone: ``[vocab]`` float32."""
-    device = model.get_input_embeddings().weight.device
+    device = input_device(model)
     training = model.training
     model.eval()
     try:
