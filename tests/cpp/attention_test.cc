@@ -1,0 +1,296 @@
+// Against a plain loop in double, with the instruction set that LLMOPT_ISA names. Every buffer has exactly the size it
+// must have, so that the address sanitizer sees a read or write past it.
+#include "llmopt/attention.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <iostream>
+#include <limits>
+#include <memory>
+#include <numeric>
+#include <random>
+#include <stdexcept>
+#include <vector>
+
+#include "llmopt/isa.h"
+
+namespace llmopt {
+namespace {
+
+struct Sizes {
+  std::vector<int> q_lens, kv_lens;
+  int num_kv_heads = 2, group = 3, head_dim = 64, head_dim_v = 64, block_size = 16;
+  int window = 0;
+  float softcap = 0;
+  bool sinks = false;
+};
+
+uint16_t to_bfloat16(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+float from_bfloat16(uint16_t x) {
+  const uint32_t bits = static_cast<uint32_t>(x) << 16;
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
+// Values of a dtype in memory of exactly their size.
+class Buffer {
+ public:
+  Buffer(DType dtype, size_t count, float value)
+      : dtype_(dtype), count_(count), bytes_(new char[count * item_size(dtype)]) {
+    for (size_t i = 0; i < count; ++i) set(i, value);
+  }
+  void* data() { return bytes_.get(); }
+  float get(size_t i) const {
+    if (i >= count_) throw std::out_of_range("buffer");
+    if (dtype_ == DType::kBFloat16) return from_bfloat16(load<uint16_t>(i));
+    return load<float>(i);
+  }
+  void set(size_t i, float value) {
+    if (i >= count_) throw std::out_of_range("buffer");
+    const uint16_t half = to_bfloat16(value);
+    const void* from = dtype_ == DType::kBFloat16 ? static_cast<const void*>(&half) : &value;
+    std::memcpy(bytes_.get() + i * item_size(dtype_), from, item_size(dtype_));
+  }
+
+ private:
+  template <class T>
+  T load(size_t i) const {
+    T value;
+    std::memcpy(&value, bytes_.get() + i * sizeof(T), sizeof(T));
+    return value;
+  }
+  DType dtype_;
+  size_t count_;
+  std::unique_ptr<char[]> bytes_;
+};
+
+// One random step. Places nobody may look at hold NaN, block ids nobody may follow are -1.
+struct Problem {
+  Sizes sizes;
+  DType dtype;
+  int num_heads, num_tokens, num_blocks = 0, max_blocks = 0;
+  std::vector<int32_t> block_tables, seq_lens, cu_seqlens_q{0};
+  std::vector<float> sinks;
+  std::unique_ptr<Buffer> key_cache, value_cache, query, out;
+  float scale;
+
+  Problem(const Sizes& s, DType type, unsigned seed) : sizes(s), dtype(type), num_heads(s.num_kv_heads * s.group) {
+    std::mt19937 random(seed);
+    std::normal_distribution<float> normal;
+    constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+    seq_lens.assign(s.kv_lens.begin(), s.kv_lens.end());
+    for (size_t b = 0; b < s.q_lens.size(); ++b) {
+      const int blocks = (s.kv_lens[b] + s.block_size - 1) / s.block_size;
+      max_blocks = std::max(max_blocks, blocks);
+      num_blocks += blocks;
+      cu_seqlens_q.push_back(cu_seqlens_q.back() + s.q_lens[b]);
+    }
+    num_blocks = std::max(1, num_blocks);
+    num_tokens = cu_seqlens_q.back();
+    scale = 1 / std::sqrt(static_cast<float>(s.head_dim));
+    const size_t rows = static_cast<size_t>(num_blocks) * s.num_kv_heads * s.block_size;
+    key_cache = std::make_unique<Buffer>(dtype, rows * s.head_dim, kNan);
+    value_cache = std::make_unique<Buffer>(dtype, rows * s.head_dim_v, kNan);
+    query = std::make_unique<Buffer>(dtype, static_cast<size_t>(num_heads) * num_tokens * s.head_dim, 0);
+    out = std::make_unique<Buffer>(dtype, static_cast<size_t>(num_heads) * num_tokens * s.head_dim_v, kNan);
+    for (size_t i = 0; i < static_cast<size_t>(num_heads) * num_tokens * s.head_dim; ++i) query->set(i, normal(random));
+    std::vector<int32_t> free(num_blocks);
+    std::iota(free.begin(), free.end(), 0);
+    std::shuffle(free.begin(), free.end(), random);
+    block_tables.assign(s.q_lens.size() * max_blocks, -1);
+    for (size_t b = 0; b < s.q_lens.size(); ++b) {
+      const int first = s.window ? std::max(0, s.kv_lens[b] - s.q_lens[b] - s.window + 1) : 0;
+      for (int position = first; position < s.kv_lens[b]; ++position) {
+        int32_t& block = block_tables[b * max_blocks + position / s.block_size];
+        if (block < 0) {
+          block = free.back();
+          free.pop_back();
+        }
+        for (int head = 0; head < s.num_kv_heads; ++head) {
+          const size_t row = cache_row(b, head, position);
+          for (int d = 0; d < s.head_dim; ++d) key_cache->set(row * s.head_dim + d, normal(random));
+          for (int d = 0; d < s.head_dim_v; ++d) value_cache->set(row * s.head_dim_v + d, normal(random));
+        }
+      }
+    }
+    if (s.sinks) {
+      for (int h = 0; h < num_heads; ++h) sinks.push_back(normal(random));
+    }
+  }
+
+  size_t cache_row(size_t b, int head, int position) const {
+    const size_t block = block_tables[b * max_blocks + position / sizes.block_size];
+    return (block * sizes.num_kv_heads + head) * sizes.block_size + position % sizes.block_size;
+  }
+
+  LayerCache cache() {
+    return {key_cache->data(), value_cache->data(), num_blocks,       sizes.num_kv_heads,
+            sizes.block_size,  sizes.head_dim,      sizes.head_dim_v, dtype};
+  }
+
+  StepInputs inputs() const {
+    StepInputs inputs;
+    inputs.block_tables = block_tables.data();
+    inputs.block_table_stride = inputs.max_blocks = max_blocks;
+    inputs.seq_lens = seq_lens;
+    inputs.cu_seqlens_q = cu_seqlens_q;
+    return inputs;
+  }
+
+  // The query lies head by head, as transposed views do.
+  AttentionArgs args() {
+    return {query->data(),
+            sizes.head_dim,
+            static_cast<int64_t>(num_tokens) * sizes.head_dim,
+            num_tokens,
+            num_heads,
+            sizes.head_dim,
+            out->data(),
+            scale,
+            sizes.window,
+            sizes.softcap,
+            sizes.sinks ? sinks.data() : nullptr};
+  }
+
+  std::vector<double> expected(size_t b, int q, int h) const {
+    const Sizes& s = sizes;
+    const int position = s.kv_lens[b] - s.q_lens[b] + q;
+    const int first = s.window ? std::max(0, position - s.window + 1) : 0;
+    const size_t token = cu_seqlens_q[b] + q;
+    std::vector<double> scores, sum(s.head_dim_v);
+    double top = s.sinks ? sinks[h] : -std::numeric_limits<double>::infinity();
+    for (int k = first; k <= position; ++k) {
+      double score = 0;
+      for (int d = 0; d < s.head_dim; ++d) {
+        score += static_cast<double>(query->get((static_cast<size_t>(h) * num_tokens + token) * s.head_dim + d)) *
+                 key_cache->get(cache_row(b, h / s.group, k) * s.head_dim + d);
+      }
+      score *= scale;
+      if (s.softcap > 0) score = std::tanh(score / s.softcap) * s.softcap;
+      scores.push_back(score);
+      top = std::max(top, score);
+    }
+    double denominator = s.sinks ? std::exp(sinks[h] - top) : 0;
+    for (double score : scores) denominator += std::exp(score - top);
+    for (size_t i = 0; i < scores.size(); ++i) {
+      const double p = std::exp(scores[i] - top) / denominator;
+      const size_t row = cache_row(b, h / s.group, first + static_cast<int>(i));
+      for (int d = 0; d < s.head_dim_v; ++d) sum[d] += p * value_cache->get(row * s.head_dim_v + d);
+    }
+    return sum;
+  }
+
+  void run_and_compare() {
+    StepPlan plan;
+    plan.update(inputs());
+    paged_attention(args(), cache(), plan, 2);
+    // bfloat16: probabilities and outputs keep 8 bits.
+    const double tolerance = dtype == DType::kFloat32 ? 1e-5 : 1.6e-2;
+    for (size_t b = 0; b < sizes.q_lens.size(); ++b) {
+      for (int q = 0; q < sizes.q_lens[b]; ++q) {
+        for (int h = 0; h < num_heads; ++h) {
+          const auto want = expected(b, q, h);
+          const size_t row = (static_cast<size_t>(cu_seqlens_q[b] + q) * num_heads + h) * sizes.head_dim_v;
+          for (int d = 0; d < sizes.head_dim_v; ++d) {
+            const double got = out->get(row + d);
+            ASSERT_FALSE(std::isnan(got)) << "request " << b << " query " << q << " head " << h << " column " << d;
+            ASSERT_NEAR(got, want[d], tolerance * (1 + std::abs(want[d])))
+                << "request " << b << " query " << q << " head " << h << " column " << d;
+          }
+        }
+      }
+    }
+  }
+};
+
+class Attention : public ::testing::TestWithParam<DType> {};
+
+TEST_P(Attention, RaggedBatchesOfAnyHeadSize) {
+  unsigned seed = 0;
+  for (auto [d, dv] :
+       std::vector<std::pair<int, int>>{{64, 64}, {80, 80}, {8, 8}, {5, 3}, {1, 1}, {33, 40}, {128, 96}}) {
+    for (int block_size : {1, 5, 16}) {
+      Sizes s{{1, 3, 20, 1, 65}, {1, 3, 37, 140, 65}};
+      s.head_dim = d;
+      s.head_dim_v = dv;
+      s.block_size = block_size;
+      Problem(s, GetParam(), ++seed).run_and_compare();
+    }
+  }
+}
+
+TEST_P(Attention, AnyGroupSize) {
+  for (int group : {1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 20, 40}) {
+    Sizes s{{1, 2, 30}, {50, 9, 31}};
+    s.group = group;
+    s.head_dim = 48;
+    Problem(s, GetParam(), group).run_and_compare();
+  }
+}
+
+TEST_P(Attention, WindowSoftcapAndSinks) {
+  for (int window : {0, 1, 7, 40, 1000}) {
+    for (float softcap : {0.0f, 3.0f}) {
+      for (bool sinks : {false, true}) {
+        Sizes s{{1, 1, 3, 50}, {30, 200, 100, 130}};
+        s.window = window;
+        s.softcap = softcap;
+        s.sinks = sinks;
+        Problem(s, GetParam(), window).run_and_compare();
+      }
+    }
+  }
+}
+
+TEST_P(Attention, LongContextsInParts) { Problem({{1, 20, 2}, {1600, 2600, 1025}}, GetParam(), 1).run_and_compare(); }
+
+TEST_P(Attention, RowsBeforeTheFirstKeyGiveZeros) {
+  for (bool sinks : {false, true}) {
+    Sizes s{{3, 30, 1}, {1, 2, 0}};
+    s.sinks = sinks;
+    Problem(s, GetParam(), 1).run_and_compare();
+  }
+}
+
+TEST_P(Attention, SizesThatDifferFromTheCacheAreRefused) {
+  Problem problem({{1}, {5}}, GetParam(), 1);
+  StepPlan plan;
+  plan.update(problem.inputs());
+  AttentionArgs args = problem.args();
+  args.head_dim -= 1;
+  EXPECT_THROW(paged_attention(args, problem.cache(), plan, 1), std::invalid_argument);
+  args = problem.args();
+  args.num_heads += 1;
+  EXPECT_THROW(paged_attention(args, problem.cache(), plan, 1), std::invalid_argument);
+  args = problem.args();
+  args.num_tokens = 0;
+  EXPECT_THROW(paged_attention(args, problem.cache(), plan, 1), std::invalid_argument);
+}
+
+INSTANTIATE_TEST_SUITE_P(DTypes, Attention, ::testing::Values(DType::kFloat32, DType::kBFloat16),
+                         [](const auto& info) { return std::string(name(info.param)); });
+
+}  // namespace
+}  // namespace llmopt
+
+int main(int argc, char** argv) {
+  const char* requested = std::getenv("LLMOPT_ISA");
+  if (requested) {
+    try {
+      llmopt::select_isa(requested);
+    } catch (const std::runtime_error& error) {
+      std::cout << "this machine has no " << requested << "\n";
+      return 0;
+    }
+  }
+  ::testing::InitGoogleTest(&argc, argv);
+  return RUN_ALL_TESTS();
+}
