@@ -109,14 +109,14 @@ def _results(
                     max_gap=max_gap,
                 )
     if "host" in names:
-        from llmopt.bench.host import MAX_MODEL_LEN, host_batch, tiny_model
+        from llmopt.bench.host import MAX_MODEL_LEN, host_batch, host_model
 
-        small = tiny_model()
+        small = host_model()
         with contenders_for(small, None, plugins, max_model_len=MAX_MODEL_LEN) as contenders:
             yield _compare(
                 contenders,
                 "host",
-                lambda number: host_batch(number, quick=quick),
+                lambda number: host_batch(number, small.config.vocab_size, quick=quick),
                 dtype=_dtype_name(small),
                 rounds=rounds,
             )

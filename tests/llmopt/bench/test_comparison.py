@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,12 +11,13 @@ import torch
 from rich.console import Console
 
 from llmopt.bench.clock import ForwardClock
-from llmopt.bench.comparison import Result, check, compare, float32_copy, pad_id
-from llmopt.bench.contenders import HuggingFace
+from llmopt.bench.comparison import Result, check, compare, contenders_for, float32_copy, pad_id
+from llmopt.bench.contenders import HuggingFace, Pipeline
 from llmopt.bench.environment import environment
-from llmopt.bench.host import host_batch, tiny_model
+from llmopt.bench.host import host_batch, host_model
 from llmopt.bench.report import json_lines, table
 from llmopt.bench.workloads import BenchRequest
+from llmopt.testing import tiny_model
 
 
 class Altered:
@@ -40,7 +42,7 @@ class Altered:
 
 @pytest.fixture
 def plain() -> HuggingFace:
-    model = tiny_model()
+    model = host_model()
     model.generation_config.eos_token_id = None
     return HuggingFace(model, 0)
 
@@ -70,7 +72,7 @@ def test_a_lossy_contender_is_reported_and_not_judged(plain: HuggingFace) -> Non
 
 
 def test_half_precision_is_judged_by_the_gap_of_a_replay(plain: HuggingFace) -> None:
-    reference = tiny_model()
+    reference = host_model()
     with torch.no_grad():
         ranked = reference(torch.tensor([REQUESTS[0].prompt_ids])).logits[0, -1].sort(descending=True)
     second, gap = int(ranked.indices[1]), float(ranked.values[0] - ranked.values[1])
@@ -87,7 +89,7 @@ def test_half_precision_is_judged_by_the_gap_of_a_replay(plain: HuggingFace) -> 
 
 def test_a_float32_model_needs_no_copy_and_a_bfloat16_model_keeps_its_own() -> None:
     assert float32_copy(tiny_model()) is None
-    model = tiny_model(torch.bfloat16)
+    model = tiny_model(dtype=torch.bfloat16)
     copied = float32_copy(model)
     assert copied is not None
     assert (model.dtype, copied.dtype) == (torch.bfloat16, torch.float32)
@@ -109,7 +111,7 @@ def result(plain: HuggingFace) -> Result:
     made = compare(
         contenders,
         "host",
-        lambda number: [BenchRequest(host_batch(number, quick=True)[0].prompt_ids, 5)],
+        lambda number: [BenchRequest(host_batch(number, 512, quick=True)[0].prompt_ids, 5)],
         dtype="float32",
         rounds=2,
         on_progress=steps.append,
@@ -142,7 +144,53 @@ def test_the_table_marks_a_broken_promise(result: Result) -> None:
 
 def test_host_time_is_the_time_outside_the_forward(plain: HuggingFace) -> None:
     (timing,) = compare(
-        [plain], "host", lambda number: host_batch(number, quick=True), dtype="float32", rounds=1
+        [plain], "host", lambda number: host_batch(number, 512, quick=True), dtype="float32", rounds=1
     ).timings
     per_step = timing.total_s[0] / 64
     assert 0 < timing.outside_us.median < 1e6 * per_step
+
+
+def test_contenders_are_built_for_the_plain_pipeline_each_plugin_and_all_of_them() -> None:
+    model = tiny_model()
+    model.generation_config.eos_token_id = 2
+    with contenders_for(model, None, {"paged_kv": {}}, max_model_len=64) as contenders:
+        assert [contender.name for contender in contenders] == ["HF generate", "llmopt", "+ paged_kv"]
+        assert [contender.promise for contender in contenders] == ["reference", "exact", "exact"]
+        verdicts = check(contenders, REQUESTS, None, 0.5)
+        pipes = [contender.pipe for contender in contenders if isinstance(contender, Pipeline)]
+    assert [str(verdict) for verdict in verdicts] == ["identical"] * 3
+    assert model.generation_config.eos_token_id == 2
+    assert all(pipe._is_closed for pipe in pipes)
+
+
+def test_requests_of_one_length_go_through_generate_and_give_the_same_tokens_as_a_batch() -> None:
+    model = tiny_model()
+    equal = [BenchRequest([5, 6, 7], 4), BenchRequest([8], 4)]
+    with contenders_for(model, None, {}, max_model_len=64) as contenders:
+        rows = [contender.generate(equal) for contender in contenders]
+        ragged = [contender.generate([equal[0], BenchRequest([8], 3)]) for contender in contenders]
+    assert rows[0] == rows[1]
+    assert ragged[0] == ragged[1] == [rows[0][0], rows[0][1][:3]]
+
+
+def test_a_contender_says_when_it_fell_back_to_the_models_own_loop() -> None:
+    model = tiny_model()
+    with contenders_for(model, None, {}, max_model_len=64) as contenders:
+        assert check(contenders, REQUESTS, None, 0.5)[1].note == ""
+        contenders[1].pipe.why_not = "this test says so"  # type: ignore[attr-defined]
+        assert check(contenders, REQUESTS[:1], None, 0.5)[1].note == "this test says so"
+
+
+def test_the_time_of_a_replaced_execute_stage_counts_as_forward() -> None:
+    model = tiny_model()
+    clock = ForwardClock()
+    with contenders_for(model, None, {}, max_model_len=64) as contenders:
+        pipeline = contenders[1]
+        assert isinstance(pipeline, Pipeline)
+        chain = pipeline.pipe.registry.chains["execute"]
+        pipeline.pipe.registry.chains["execute"] = replace(chain, owners=("somebody",))
+        before = pipeline.pipe.execute
+        with pipeline.timed_forward(clock):
+            pipeline.generate(REQUESTS[:1])
+        assert clock.num_calls == 4
+        assert pipeline.pipe.execute is before

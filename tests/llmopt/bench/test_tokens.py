@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llmopt.bench.host import VOCAB_SIZE, tiny_model
 from llmopt.bench.tokens import Difference, first_difference, replay
 from llmopt.bench.workloads import BenchRequest
+from llmopt.testing import tiny_model
 
 
 def test_identical_outputs_have_no_difference() -> None:
@@ -56,10 +56,3 @@ def test_the_replay_finds_one_wrong_token_and_its_gap() -> None:
     played = replay(tiny_model(), [request], [wrong])
     assert played.num_not_best == 1
     assert played.max_gap == pytest.approx(float(logits.max() - logits.min()), rel=1e-5)
-
-
-def test_the_tiny_model_leaves_the_random_state_alone() -> None:
-    before = torch.random.get_rng_state()
-    model = tiny_model()
-    assert torch.equal(before, torch.random.get_rng_state())
-    assert model.config.vocab_size == VOCAB_SIZE
