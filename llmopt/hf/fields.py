@@ -132,7 +132,7 @@ FIELDS: dict[str, Served] = {
     "penalty_alpha": _falls_back(_REMOVED),
     "dola_layers": _falls_back(_REMOVED),
     "diversity_penalty": _no_effect("only read in group beam search"),
-    "num_beam_groups": _falls_back("above 1: " + _REMOVED, _above_one),
+    "num_beam_groups": _no_effect("only read in beam search, which falls back"),
     "constraints": _falls_back(_REMOVED),
     "force_words_ids": _falls_back(_REMOVED),
     # metadata
