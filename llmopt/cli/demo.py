@@ -5,7 +5,7 @@ from __future__ import annotations
 from llmopt.cli.output import load_model, print_json
 
 _QUESTION = "Why does the sea look blue? Answer in three sentences."
-_NUM_TOKENS = 64
+_NUM_TOKENS = 48
 _ROUNDS = 3
 
 
