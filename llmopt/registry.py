@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
@@ -15,6 +16,7 @@ import pluggy
 
 from llmopt import hookspecs
 from llmopt.errors import (
+    ConfigError,
     PluginConflictError,
     PluginError,
     PluginHookError,
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
     from llmopt.kv_cache import KVCache
     from llmopt.queue import RequestQueue
     from llmopt.stages import Machine
+
+logger = logging.getLogger("llmopt")
 
 PROJECT = "llmopt"  # the pluggy project and the entry-point group
 
@@ -185,6 +189,7 @@ class Registry:
         info = info_of(plugin)
         if info.name in self.names:
             raise PluginConflictError(f"plugin {info.name!r} is listed twice. Keep one of them in plugins=[...].")
+        self._check_form(plugin, info)
         try:
             self.manager.register(plugin, info.name)
             self.manager.check_pending()
@@ -196,6 +201,23 @@ class Registry:
             raise PluginHookError(f"plugin {info.name!r} has a hook that does not exist or takes unknown arguments: "
                                   f"{error}.{hint}") from error  # fmt: skip
         self.plugins.append(plugin)
+
+    def _check_form(self, plugin: Any, info: PluginInfo) -> None:
+        """Refuse what pluggy would pass over in silence or stumble over later."""
+        if not getattr(type(plugin), "__hash__", None):
+            raise PluginError(f"plugin {info.name!r} cannot be hashed. Write @dataclass(eq=False) above its class.")
+        unmarked = [
+            name
+            for name in dir(hookspecs)
+            if name.startswith("llmopt_")
+            and hasattr(plugin, name)
+            and self.manager.parse_hookimpl_opts(plugin, name) is None
+        ]
+        if unmarked:
+            raise PluginHookError(
+                f"plugin {info.name!r} has {', '.join(unmarked)} without @llmopt.hookimpl, so nobody would call it. "
+                "Have you forgotten to mark it?"
+            )
 
     def _check_company(self) -> None:
         names = set(self.names)
@@ -222,6 +244,8 @@ class Registry:
         model_type = context.model.config.model_type
         for plugin in list(self.plugins):
             info = info_of(plugin)
+            if info.name in self.left_out:
+                continue  # it required one that was left out before
             reason: str | None = None
             if info.devices and device not in info.devices:
                 reason = f"needs a device of type {' or '.join(info.devices)}, the model is on {device!r}"
@@ -235,17 +259,39 @@ class Registry:
                 raise PluginUnavailableError(
                     f'plugin {info.name!r} {reason}. Remove it, or use plugins="auto" to skip what cannot run here.'
                 )
-            self.left_out[info.name] = reason
-            self.plugins.remove(plugin)
-            self.manager.unregister(plugin)
+            self._leave_out(plugin, reason)
+
+    def _leave_out(self, plugin: Any, reason: str) -> None:
+        """Drop a plugin that "auto" chose, and those that require it."""
+        name = info_of(plugin).name
+        self.left_out[name] = reason
+        logger.warning('plugins="auto" leaves out %r: it %s.', name, reason)
+        self.plugins.remove(plugin)
+        self.manager.unregister(plugin)
+        for other in list(self.plugins):
+            if name in info_of(other).requires:
+                self._leave_out(other, f"requires {name!r}, which is left out")
 
     def configure(self, config: PipelineConfig) -> PipelineConfig:
-        """Let each plugin change the configuration."""
+        """Let each plugin change the configuration.
+
+        :raises PluginHookError: a plugin returned something else, or values out of range.
+        """
+        config.check()
         for plugin in self.plugins:
             changed = self._call(plugin, "llmopt_configure", config=config)
-            if changed is not None:
-                config = changed
-        config.check()
+            if changed is None:
+                continue
+            name = info_of(plugin).name
+            if not isinstance(changed, type(config)):
+                raise PluginHookError(
+                    f"plugin {name!r} returned {changed!r} from llmopt_configure; it returns a PipelineConfig or None."
+                )
+            try:
+                changed.check()
+            except ConfigError as error:
+                raise PluginHookError(f"plugin {name!r} made a bad configuration: {error}") from error
+            config = changed
         return config
 
     def build_stage(self, stage: str, baseline: Any, config: PipelineConfig, context: BuildContext) -> Any:
