@@ -49,8 +49,12 @@ def assert_whole(pipeline: InferencePipeline) -> None:
     (prompt,) = tiny_prompts(1, seed=77, min_length=length - 4, max_length=length - 4)
     request = Request("full", prompt, SamplingParams(ignore_eos=True, max_new_tokens=4), length, wants_text=False)
     pipeline.add(request)
-    drain(pipeline)
+    try:
+        drain(pipeline)
+    except AssertionError:
+        free, all_blocks = pipeline.block_pool.num_free, pipeline.block_pool.num_blocks
+        raise AssertionError(
+            f"a request that takes the whole pool never runs: {free} of {all_blocks} blocks are free and no request is left"
+        ) from None
     got = request.num_output_tokens
-    assert got == 4, (
-        f"a request that takes the whole pool got {got} of 4 tokens ({request.error!r}); blocks are missing"
-    )
+    assert got == 4, f"a request that takes the whole pool got {got} of 4 tokens ({request.error!r})"
