@@ -25,6 +25,13 @@ if TYPE_CHECKING:
 
     from llmopt.request import Request
 
+_here = threading.local()
+
+
+def is_choosing() -> bool:
+    """Whether this thread is in a processor, criterion or streamer of a caller, and so in the middle of a step."""
+    return getattr(_here, "is_choosing", False)
+
 
 @dataclass(slots=True)
 class LockstepOptions:
@@ -35,7 +42,7 @@ class LockstepOptions:
     config: GenerationConfig
     has_eos: bool  # finished rows are filled with the pad id
     pad_token_id: int | None
-    keep_stepping: bool  # compute finished rows too, because somebody looks at their logits
+    keep_stepping: bool  # compute finished rows too: their logits are looked at, or they have no end
     streamer: BaseStreamer | None = None
 
 
@@ -79,6 +86,7 @@ class LockstepGroup:
         return not self._missing
 
     def choose(self) -> AcceptedTokens:
+        _here.is_choosing = True
         try:
             # the thread that steps need not be the caller's, who is in transformers' no_grad
             with torch.inference_mode(False), torch.no_grad():
@@ -88,6 +96,8 @@ class LockstepGroup:
                 raise  # an interrupt is for the thread that it stopped
             live = [r for r in self.requests if not r.is_finished]
             return AcceptedTokens([], [], [], {r.request_id: error for r in live})
+        finally:
+            _here.is_choosing = False
 
     def _choose(self) -> AcceptedTokens:
         options = self.options
