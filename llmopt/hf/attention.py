@@ -61,6 +61,12 @@ class Step(Protocol):
     ) -> Tensor:
         """Attend ``query [1, Hq, T, D]`` (packed) or ``[B, Hq, 1, D]`` (rows); return it with heads second to last."""
 
+    def make_mask(self, mask_function: Any) -> Tensor | None:
+        """Called when the model makes a mask; ``mask_function(batch, head, query, key)`` says who sees whom."""
+
+    def check_mask(self, mask: Tensor, sliding_window: int | None) -> None:
+        """Called when attention is given a mask; raises when it is not what the engine computes."""
+
     def refuse(self, why: str) -> None:
         """Called for an argument that this entry does not know; raises."""
 
@@ -101,7 +107,7 @@ def attention(
         if argument is not None and name not in _HARMLESS:
             step.refuse(f"attention is called with {name!r}, which the engine does not know")
     if attention_mask is not None:
-        step.refuse("attention is called with a mask that the engine did not make")
+        step.check_mask(attention_mask, sliding_window)
     if kwargs.get("is_causal") is False:
         step.refuse("attention is not causal")
     out = step.attention(
@@ -118,9 +124,9 @@ def attention(
 
 
 def mask(*args: Any, config: Any = None, **kwargs: Any) -> Any:
-    """The registered mask function: none in a step, the user's outside."""
+    """The registered mask function: the step's own (none) in a step, the user's outside."""
     if _local.step is not None:
-        return None
+        return _local.step.make_mask(kwargs.get("mask_function"))
     original = _originals.get(id(config)) or "sdpa"
     return AttentionMaskInterface()[original](*args, config=config, **kwargs)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
+from transformers.cache_utils import get_layer_types_and_kwargs
 
 from llmopt.errors import UnsupportedModelError
 from llmopt.hf.attention import AttentionSwitch
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from llmopt.hf.capabilities import Capabilities
     from llmopt.pipeline import InferencePipeline
 
+_MAX_POSITIONS = 1 << 20  # masks are compared up to here
 # Relative error of logits that the engine may show: rounding in another order, nothing more.
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
 
@@ -41,7 +43,10 @@ def probe_layers(model: PreTrainedModel, capabilities: Capabilities) -> None:
 
     :raises UnsupportedModelError: the model calls attention or the cache in a way that the engine does not know.
     """
-    step = ProbeStep(capabilities.layer_types)
+    num_positions = min(capabilities.position_limit or _MAX_POSITIONS, _MAX_POSITIONS)
+    _, details = get_layer_types_and_kwargs(text_config(model))
+    windows = {layer: d["sliding_window"] for layer, d in enumerate(details) if d.get("sliding_window")}
+    step = ProbeStep(windows, num_positions)
     device = input_device(model)
     inputs: dict[str, Any] = {
         "input_ids": torch.from_numpy(_ids(model, capabilities.vocab_size, 3, 0)).to(device)[None]

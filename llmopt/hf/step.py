@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -71,6 +72,12 @@ class PagedStep:
         out = self.attend(layer, pack(query), scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=sinks)
         return unpack(out, query)
 
+    def make_mask(self, mask_function: Any) -> Tensor | None:
+        return None  # the block tables say who sees whom
+
+    def check_mask(self, mask: Tensor, sliding_window: int | None) -> None:
+        self.refuse("attention is called with a mask that the engine did not make")
+
     def refuse(self, why: str) -> NoReturn:
         raise UnsupportedModelError(why)
 
@@ -112,7 +119,7 @@ class GatherStep(PagedStep):
             dense_attention(q, k, v, scale, sliding_window, softcap, sinks)
             for q, k, v in zip(queries, keys, values, strict=True)
         ]
-        return unpack(torch.cat(outs, dim=2)[0].transpose(0, 1), query)
+        return unpack(torch.cat(outs, dim=2)[0].transpose(0, 1).contiguous(), query)
 
 
 def dense_attention(
@@ -155,15 +162,22 @@ def dense_attention(
 
 
 class ProbeStep:
-    """A forward without a pool, to learn what each layer stores and how it calls attention."""
+    """A forward without a pool, to learn what each layer stores and how it calls attention.
 
-    def __init__(self, layer_types: list[str]) -> None:
-        self.layer_types = layer_types
+    :param windows: layer index -> how many tokens transformers' cache keeps of it, for layers that keep a window.
+    :param num_positions: longest sequence that the engine will run; masks are compared up to there.
+    """
+
+    def __init__(self, windows: Mapping[int, int], num_positions: int) -> None:
+        self.windows = windows
+        self.num_positions = num_positions
         self.shapes: dict[int, LayerShape] = {}
-        self.gather = False  # an attention module changed its keys after the cache
+        self.gather = False  # an attention module changed its keys or values after the cache
         self.num_attention_calls = 0
-        self._layer_of: dict[int, int] = {}
-        self._keep: list[Tensor] = []
+        self._layer_of: dict[tuple[int, int], int] = {}  # ids of key and value tensors -> layer that stored them
+        self._masks: dict[int, Any] = {}  # id of a mask tensor -> the function that says who sees whom
+        self._compared: set[tuple[int, int | None]] = set()  # masks and windows that agree
+        self._keep: list[Tensor] = []  # keeps tensors, and so their ids, alive
 
     def update(self, key: Tensor, value: Tensor, layer_index: int) -> tuple[Tensor, Tensor]:
         self.shapes[layer_index] = LayerShape(
@@ -176,8 +190,8 @@ class ProbeStep:
         )
         if key.dtype != value.dtype:
             self.refuse(f"layer {layer_index} has keys in {key.dtype} and values in {value.dtype}")
-        self._layer_of[id(key)] = layer_index
-        self._keep.append(key)
+        self._layer_of[id(key), id(value)] = layer_index
+        self._keep += [key, value]
         return key, value
 
     def attention(
@@ -193,13 +207,53 @@ class ProbeStep:
         sinks: Tensor | None,
     ) -> Tensor:
         self.num_attention_calls += 1
-        layer = self._layer_of.get(id(key))
+        layer = self._layer_of.get((id(key), id(value)))
         if layer is None or query.shape[-1] != key.shape[-1]:
             self.gather = True
-        elif self.layer_types[layer : layer + 1] == ["sliding_attention"] and sliding_window is None:
-            self.refuse(f"layer {layer} has a sliding window and does not tell the attention function about it")
+        elif self._reach(self.windows.get(layer)) != self._reach(sliding_window):
+            kept = _window_name(self.windows.get(layer))
+            self.refuse(
+                f"layer {layer} has {kept}, and the attention function is told of {_window_name(sliding_window)}"
+            )
         out = dense_attention(query, key, value, scale, sliding_window, softcap, sinks)
         return out.transpose(1, 2).contiguous()
 
+    def _reach(self, window: int | None) -> int:
+        """How far a window reaches: one as long as the longest sequence is none."""
+        return min(window or self.num_positions, self.num_positions)
+
+    def make_mask(self, mask_function: Any) -> Tensor | None:
+        mask = torch.ones(1, 1, 1, 1, dtype=torch.bool)
+        self._masks[id(mask)] = mask_function
+        self._keep.append(mask)
+        return mask
+
+    def check_mask(self, mask: Tensor, sliding_window: int | None) -> None:
+        """Compare the model's own mask with causal attention in the window that it names, position by position."""
+        function = self._masks.get(id(mask))
+        if function is None:
+            self.refuse("its attention is called with a mask that depends on more than positions")
+        if (id(mask), sliding_window) in self._compared:
+            return
+        last = self.num_positions - 1
+        queries = torch.tensor(sorted({0, min(2, last), last // 2, last}))[:, None]
+        keys = torch.arange(self.num_positions)[None]
+        zero = torch.zeros((), dtype=torch.long)
+        visible = keys <= queries
+        if sliding_window is not None:
+            visible &= keys > queries - sliding_window
+        try:
+            is_same = torch.equal(function(zero, zero, queries, keys).expand_as(visible), visible)
+        except Exception as error:
+            raise UnsupportedModelError(f"its mask cannot be computed ({type(error).__name__}: {error})") from error
+        if not is_same:
+            told = _window_name(sliding_window)
+            self.refuse(f"its mask is not the causal one with {told}, which the attention function is told of")
+        self._compared.add((id(mask), sliding_window))
+
     def refuse(self, why: str) -> NoReturn:
         raise UnsupportedModelError(why)
+
+
+def _window_name(window: int | None) -> str:
+    return "no window" if window is None else f"a window of {window} tokens"
