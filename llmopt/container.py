@@ -44,7 +44,8 @@ def num_cpus(cgroup: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")) 
         else tuple(range(os.cpu_count() or 1))
     )
     count = float(len(ids))
-    for folder in _folders(cgroup, proc, "cpu"):
+    v1 = [f for name in ("cpu", "cpu,cpuacct") for f in _folders(cgroup / name, proc, "cpu")]
+    for folder in _folders(cgroup, proc, "") + v1:
         try:
             quota, period = (folder / "cpu.max").read_text().split()
             if quota != "max":
