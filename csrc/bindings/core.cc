@@ -39,15 +39,32 @@ T* pointer(uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
 
-// A plan that keeps the arrays it looks at alive.
-struct OwningStepPlan {
-  StepPlan plan;
-  nb::object arrays[4];
-};
-
 template <class T>
 using Array1 = nb::ndarray<const T, nb::ndim<1>, nb::device::cpu, nb::c_contig>;
 using Table = nb::ndarray<const int32_t, nb::ndim<2>, nb::device::cpu>;
+
+// A plan that keeps the arrays it looks at alive.
+struct OwningStepPlan {
+  StepPlan plan;
+  Table block_tables;
+  Array1<int32_t> seq_lens, cu_seqlens_q;
+  Array1<int64_t> slot_mapping;
+};
+
+// The array itself, never a converted copy: the plan looks at its memory for the whole step.
+template <class Array>
+Array view(nb::handle object, const char* argument, const char* expected) {
+  Array array;
+  if (nb::try_cast(object, array, /*convert=*/false)) return array;
+  const auto describe = [&](const char* attribute) {
+    if (!nb::hasattr(object, attribute)) return std::string("no ") + attribute;
+    return std::string(attribute) + " " + nb::repr(nb::getattr(object, attribute)).c_str();
+  };
+  const std::string found = nb::type_name(object.type()).c_str();
+  throw nb::value_error((std::string(argument) + " must be " + expected + "; got " + found + " with " +
+                         describe("dtype") + ", " + describe("shape") + ".")
+                            .c_str());
+}
 
 LayerCache make_layer_cache(uintptr_t key, uintptr_t value, int64_t num_blocks, int num_kv_heads, int block_size,
                             int head_dim, int head_dim_v, bool bfloat16) {
@@ -64,19 +81,15 @@ LayerCache make_layer_cache(uintptr_t key, uintptr_t value, int64_t num_blocks, 
           head_dim_v,         bfloat16 ? DType::kBFloat16 : DType::kFloat32};
 }
 
-void update_plan(OwningStepPlan& self, nb::object block_tables, nb::object seq_lens, nb::object cu_seqlens_q,
-                 nb::object slot_mapping) {
-  const auto tables = nb::cast<Table>(block_tables);
-  const auto lens = nb::cast<Array1<int32_t>>(seq_lens);
-  const auto cu = nb::cast<Array1<int32_t>>(cu_seqlens_q);
+void update_plan(OwningStepPlan& self, nb::handle block_tables, nb::handle seq_lens, nb::handle cu_seqlens_q,
+                 nb::handle slot_mapping) {
+  auto tables = view<Table>(block_tables, "block_tables", "an int32 array [B, M] on the CPU");
+  auto lens = view<Array1<int32_t>>(seq_lens, "seq_lens", "a contiguous int32 array [B] on the CPU");
+  auto cu = view<Array1<int32_t>>(cu_seqlens_q, "cu_seqlens_q", "a contiguous int32 array [B + 1] on the CPU");
+  Array1<int64_t> slots;
   StepInputs inputs;
-  inputs.block_tables = tables.data();
-  inputs.block_table_stride = tables.stride(0);
-  inputs.max_blocks = static_cast<int64_t>(tables.shape(1));
-  inputs.seq_lens = {lens.data(), lens.shape(0)};
-  inputs.cu_seqlens_q = {cu.data(), cu.shape(0)};
   if (!slot_mapping.is_none()) {
-    const auto slots = nb::cast<Array1<int64_t>>(slot_mapping);
+    slots = view<Array1<int64_t>>(slot_mapping, "slot_mapping", "a contiguous int64 array [T] on the CPU");
     inputs.slot_mapping = {slots.data(), slots.shape(0)};
   }
   if (tables.shape(0) != lens.shape(0)) {
@@ -85,13 +98,20 @@ void update_plan(OwningStepPlan& self, nb::object block_tables, nb::object seq_l
                               .c_str());
   }
   if (tables.shape(1) > 1 && tables.stride(1) != 1) {
-    throw nb::value_error("the rows of block_tables must be contiguous.");
+    throw nb::value_error(("the rows of block_tables must be contiguous, their entries are " +
+                           std::to_string(tables.stride(1)) + " apart.")
+                              .c_str());
   }
+  inputs.block_tables = tables.data();
+  inputs.block_table_stride = tables.stride(0);
+  inputs.max_blocks = static_cast<int64_t>(tables.shape(1));
+  inputs.seq_lens = {lens.data(), lens.shape(0)};
+  inputs.cu_seqlens_q = {cu.data(), cu.shape(0)};
   self.plan.update(inputs);
-  self.arrays[0] = std::move(block_tables);
-  self.arrays[1] = std::move(seq_lens);
-  self.arrays[2] = std::move(cu_seqlens_q);
-  self.arrays[3] = std::move(slot_mapping);
+  self.block_tables = std::move(tables);
+  self.seq_lens = std::move(lens);
+  self.cu_seqlens_q = std::move(cu);
+  self.slot_mapping = std::move(slots);
 }
 
 void attend(OwningStepPlan& plan, const LayerCache& cache, int64_t num_tokens, int num_heads, int head_dim,

@@ -77,16 +77,13 @@ def make_case(
     value_cache = torch.full((num_blocks, num_kv_heads, block_size, head_dim_v), float("nan"), dtype=dtype)
     for b, (q_len, kv_len) in enumerate(zip(q_lens, kv_lens, strict=True)):
         first = max(0, kv_len - q_len - window + 1) if window else 0
-        for position in range(kv_len):
-            block, offset = divmod(position, block_size)
-            if position < first // block_size * block_size:
-                continue  # its block is free: the table keeps -1
-            if block_tables[b, block] < 0:
-                block_tables[b, block] = next(ids)
-            if position >= first:
-                place = int(block_tables[b, block])
-                key_cache[place, :, offset] = torch.randn(num_kv_heads, head_dim, generator=generator).to(dtype)
-                value_cache[place, :, offset] = torch.randn(num_kv_heads, head_dim_v, generator=generator).to(dtype)
+        for block in range(first // block_size, blocks_of[b]):  # blocks before the window are free: the table keeps -1
+            block_tables[b, block] = next(ids)
+        positions = np.arange(first, kv_len)
+        blocks, offsets = block_tables[b, positions // block_size], positions % block_size
+        for cache in (key_cache, value_cache):
+            rows = torch.randn(len(positions), num_kv_heads, cache.shape[3], generator=generator)
+            cache[blocks, :, offsets] = rows.to(dtype)
     # As transformers hands queries over: [1, Hq, T, D] transposed.
     query = torch.randn(num_heads, sum(q_lens), head_dim, generator=generator).to(dtype).transpose(0, 1)
     cu_seqlens_q = np.cumsum([0, *q_lens]).astype(np.int32)
@@ -280,11 +277,8 @@ def test_large_write_on_several_threads_equals_reference() -> None:
     assert torch.equal(caches[1], caches[3])
 
 
-FORCED_ISAS = ["portable", "avx2", "avx512", "avx512_bf16", "amx"]
-
-
 @needs_native
-@pytest.mark.parametrize("isa", FORCED_ISAS)
+@pytest.mark.parametrize("isa", ["portable", "avx2", "avx512", "avx512_bf16", "amx"])
 def test_every_instruction_set_of_this_machine_equals_reference(isa) -> None:
     core = native.core("auto")
     assert core is not None
@@ -292,9 +286,7 @@ def test_every_instruction_set_of_this_machine_equals_reference(isa) -> None:
         pytest.skip(f"this machine has no {isa}")
     if "LLMOPT_ISA" in os.environ:
         pytest.skip("the instruction set is already forced")
-    selected = (
-        "head_counts or head_sizes or window_softcap or long_contexts or random_shapes or no_key or nan or magnitude"
-    )
+    selected = "head_counts or head_sizes or window_ or long_contexts or random_shapes or no_key or nan or magnitude"
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, "-k", selected],
         env={**os.environ, "LLMOPT_ISA": isa},
@@ -303,3 +295,160 @@ def test_every_instruction_set_of_this_machine_equals_reference(isa) -> None:
     )
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-1000:]
     assert " passed" in run.stdout
+
+
+def plan_arguments(**changed: np.ndarray) -> dict[str, np.ndarray]:
+    arguments = {
+        "block_tables": np.zeros((2, 3), np.int32),
+        "seq_lens": np.array([5, 9], np.int32),
+        "cu_seqlens_q": np.array([0, 2, 3], np.int32),
+        "slot_mapping": np.arange(3),
+    }
+    return {**arguments, **changed}
+
+
+def native_op(num_blocks: int = 3, dtype: torch.dtype = torch.float32) -> PagedAttention:
+    cache = torch.zeros(num_blocks, 2, 4, 8, dtype=dtype)
+    return PagedAttention.create([cache], [cache.clone()], native_mode="require")
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"seq_lens": np.array([5, 9])}, "seq_lens must be a contiguous int32 array.*int64"),
+        ({"block_tables": np.zeros((1, 3), np.int32)}, "block_tables has 1 rows, seq_lens has 2"),
+        ({"cu_seqlens_q": np.array([0, 3], np.int32)}, "cu_seqlens_q has 2 entries, seq_lens has 2"),
+        ({"cu_seqlens_q": np.array([0, 3, 2], np.int32)}, "cu_seqlens_q falls from 3 to 2"),
+        ({"slot_mapping": np.arange(3, dtype=np.int32)}, "slot_mapping must be a contiguous int64 array.*int32"),
+        ({"block_tables": np.zeros((2, 6), np.int32)[:, ::2]}, "rows of block_tables must be contiguous"),
+    ],
+)
+def test_a_plan_of_arrays_that_do_not_fit_is_refused(changed, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        native_op().plan(**plan_arguments(**changed))
+
+
+@needs_native
+def test_a_refused_plan_leaves_the_earlier_one() -> None:
+    op = native_op()
+    op.plan(**plan_arguments())
+    with pytest.raises(ValueError):
+        op.plan(**plan_arguments(cu_seqlens_q=np.array([1, 2, 3], np.int32)))
+    assert op(0, torch.zeros(3, 4, 8), scale=1.0).shape == (3, 4, 8)
+
+
+@needs_native
+def test_the_plan_keeps_its_arrays_alive() -> None:
+    op = native_op()
+    op.plan(**plan_arguments())
+    rubbish = [np.full((2, 3), -9, np.int32) for _ in range(50)]
+    assert op(0, torch.zeros(3, 4, 8), scale=1.0).isfinite().all()
+    assert len(rubbish) == 50
+
+
+@needs_native
+def test_block_tables_may_be_a_view_of_a_larger_array() -> None:
+    case = make_case([3, 1], [40, 90])
+    wide = np.full((5, 30), -5, np.int32)
+    wide[:2, : case.block_tables.shape[1]] = case.block_tables
+    case.block_tables = wide[:2, : case.block_tables.shape[1]]
+    assert_close(case, case.native(scale=0.1), case.reference(scale=0.1))
+
+
+@needs_native
+def test_sizes_that_do_not_fit_the_cache_are_refused_with_both_sides() -> None:
+    op = native_op()
+    op.plan(**plan_arguments())
+    with pytest.raises(ValueError, match="head_dim 7, the key cache has 8"):
+        op(0, torch.zeros(3, 4, 7), scale=1.0)
+    with pytest.raises(ValueError, match="3 heads, the key cache has 2"):
+        op(0, torch.zeros(3, 3, 8), scale=1.0)
+    with pytest.raises(ValueError, match="2 tokens, the plan has 3"):
+        op(0, torch.zeros(2, 4, 8), scale=1.0)
+    with pytest.raises(ValueError, match=r"torch\.float64 but the cache is torch\.float32"):
+        op(0, torch.zeros(3, 4, 8, dtype=torch.float64), scale=1.0)
+    with pytest.raises(ValueError, match="negative"):
+        op(0, torch.zeros(3, 4, 8), scale=-1.0)
+    with pytest.raises(ValueError, match="sinks has 3 values but the query has 4 heads"):
+        op(0, torch.zeros(3, 4, 8), scale=1.0, sinks=torch.zeros(3))
+    with pytest.raises(ValueError, match="slot_mapping has 3 slots, there are 2 new tokens"):
+        op.write(0, torch.zeros(2, 2, 8), torch.zeros(2, 2, 8))
+    with pytest.raises(ValueError, match="the cache has"):
+        op.write(0, torch.zeros(3, 1, 8), torch.zeros(3, 1, 8))
+
+
+@needs_native
+def test_a_block_or_slot_outside_of_the_cache_is_refused() -> None:
+    op = native_op()
+    op.plan(**plan_arguments(block_tables=np.array([[0, 1, -1], [0, 3, 1]], np.int32)))
+    with pytest.raises(IndexError, match=r"block_tables\[1, 1\] is 3, the cache has blocks 0 to 2"):
+        op(0, torch.zeros(3, 4, 8), scale=1.0)
+    op.plan(**plan_arguments(slot_mapping=np.array([0, 12, 1])))
+    with pytest.raises(IndexError, match=r"slot_mapping\[1\] is 12, the cache has slots 0 to 11"):
+        op.write(0, torch.zeros(3, 2, 8), torch.zeros(3, 2, 8))
+
+
+@needs_native
+def test_a_query_whose_last_dimension_is_strided_is_copied() -> None:
+    case = make_case([3, 1], [40, 90])
+    out = case.native(scale=0.1)
+    case.query = case.query.transpose(1, 2).contiguous().transpose(1, 2)
+    assert case.query.stride(-1) != 1
+    assert torch.equal(case.native(scale=0.1), out)
+
+
+def test_reference_serves_float16_and_says_why_native_does_not() -> None:
+    case = make_case([3, 1, 5], [40, 9, 5])
+    caches = (case.key_cache.half(), case.value_cache.half())
+    op = PagedAttention.create([caches[0]], [caches[1]], native_mode="auto")
+    assert op.why_reference is not None
+    op.plan(case.block_tables, case.seq_lens, case.cu_seqlens_q)
+    out = op(0, case.query.half(), scale=0.125)
+    assert out.dtype == torch.float16
+    torch.testing.assert_close(out.double(), case.reference(scale=0.125), rtol=5e-3, atol=5e-3)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+@pytest.mark.parametrize("window", [0, 6])
+def test_reference_equals_attention_written_out(window, softcap) -> None:
+    case = make_case([3, 1, 9], [20, 9, 9], head_dim=16, window=window)
+    out = case.reference(scale=0.3, sliding_window=window, softcap=softcap)
+    for b, (begin, end) in enumerate(itertools.pairwise(case.cu_seqlens_q.tolist())):
+        for token in range(begin, end):
+            position = int(case.seq_lens[b]) - end + token
+            seen = range(max(0, position - window + 1) if window else 0, position + 1)
+            places = [(int(case.block_tables[b, p // 16]), p % 16) for p in seen]
+            key = torch.stack([case.key_cache[block, :, offset] for block, offset in places]).double()  # [L, Hkv, D]
+            value = torch.stack([case.value_cache[block, :, offset] for block, offset in places]).double()
+            for head in range(6):
+                scores = key[:, head // 3] @ case.query[token, head].double() * 0.3
+                scores = (scores / softcap).tanh() * softcap if softcap else scores
+                expected = scores.softmax(0) @ value[:, head // 3]
+                torch.testing.assert_close(out[token, head], expected)
+
+
+def test_caches_that_do_not_fit_together_are_refused() -> None:
+    cache = torch.zeros(3, 2, 4, 8)
+    with pytest.raises(ValueError, match="1 key caches and 0 value caches"):
+        PagedAttention.create([cache], [])
+    with pytest.raises(ValueError, match="must both be"):
+        PagedAttention.create([cache], [torch.zeros(3, 2, 5, 8)])
+    with pytest.raises(ValueError, match="must agree"):
+        PagedAttention.create([cache], [cache.bfloat16()])
+    with pytest.raises(ValueError, match="contiguous"):
+        PagedAttention.create([cache], [torch.zeros(2, 3, 4, 8).transpose(0, 1)])
+
+
+@needs_native
+def test_requiring_native_for_a_dtype_it_does_not_serve_raises() -> None:
+    with pytest.raises(ValueError, match=r"LLMOPT_NATIVE=require, but .*float16"):
+        native_op(dtype=torch.float16)
+
+
+@needs_native
+def test_threads_come_from_the_openmp_runtime_of_torch() -> None:
+    core = native.core("require")
+    assert core is not None
+    assert core.parallel_backend() == "openmp"
+    assert "torch" in core.parallel_library()
