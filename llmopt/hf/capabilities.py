@@ -96,7 +96,8 @@ def _check_own_generation(model: PreTrainedModel) -> None:
     cls = type(model)
     if cls.generate is not GenerationMixin.generate:
         raise UnsupportedModelError(f"{cls.__name__} has its own generate")
-    if "custom_generate" in vars(model):
+    own = vars(model).get("generate")
+    if own is not None and not type(own).__module__.startswith("llmopt."):  # `llmopt.accelerate` puts ours there
         raise UnsupportedModelError("the checkpoint brings its own generate")
     for name in _OWN_GENERATION:
         if getattr(cls, name, None) is not getattr(GenerationMixin, name, None):
