@@ -75,8 +75,17 @@ class LockstepGroup:
         self._keeps_logits = bool(config.return_dict_in_generate and config.output_logits)
         self._processors = [_two_arguments(p) for p in options.processors]
         self._thread = threading.get_ident()  # of the caller
+        self._num_chosen = 0
+        self._accepted = AcceptedTokens([], [], [])  # what was chosen last
+        self._is_lost = False  # whether that has to be given again
+        self._error: BaseException | None = None  # why this call cannot go on
 
     def put(self, request: Request, logits: Tensor) -> bool:
+        if self._error is not None:
+            return True
+        if request.num_output_tokens < self._num_chosen:  # an interrupt came between the choice and its commit
+            self._is_lost = True
+            return True
         if self._logits is None:
             # rows that are finished and no longer computed stay at zero: they only take part in the random draw
             with torch.inference_mode(False):  # the next row may come from a thread that is not in this mode
@@ -90,14 +99,18 @@ class LockstepGroup:
         try:
             # the thread that steps need not be the caller's, who is in transformers' no_grad
             with torch.inference_mode(False), torch.no_grad():
-                return self._choose()
+                if self._error is None:
+                    if not self._is_lost:
+                        self._accepted = self._choose()
+                    self._is_lost = False
+                    return self._accepted
         except BaseException as error:  # a processor, criterion or streamer of the caller: his call fails, others go on
+            self._error = error
             if not isinstance(error, Exception) and threading.get_ident() != self._thread:
-                raise  # an interrupt is for the thread that it stopped
-            live = [r for r in self.requests if not r.is_finished]
-            return AcceptedTokens([], [], [], {r.request_id: error for r in live})
+                raise  # an interrupt is for the thread that it stopped, too
         finally:
             _here.is_choosing = False
+        return AcceptedTokens([], [], [], {r.request_id: self._error for r in self.requests if not r.is_finished})
 
     def _choose(self) -> AcceptedTokens:
         options = self.options
@@ -124,6 +137,7 @@ class LockstepGroup:
         if options.has_eos and options.pad_token_id is not None:
             tokens = tokens * self.unfinished + options.pad_token_id * (1 - self.unfinished)
         self.input_ids = torch.cat([self.input_ids, tokens[:, None]], dim=-1)
+        self._num_chosen += 1
         seen = tuple(self.result.scores) if self._keeps_scores else None
         self.unfinished = self.unfinished & ~options.criteria(self.input_ids, seen)
         if options.streamer is not None:
