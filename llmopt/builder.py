@@ -168,7 +168,7 @@ class _Builder:
         :raises MemoryBudgetError: not even one request's states fit.
         """
         wanted, per_request = self.config.scheduling.max_num_requests, 2 * capabilities.state_bytes
-        if per_request * wanted <= budget // 2:
+        if per_request * wanted <= max(0, budget) // 2:
             return wanted
         fitting = budget // 2 // per_request
         if fitting < 1:
@@ -194,7 +194,7 @@ class _Builder:
             return wanted, BlockPool(max_num_requests, wanted)
         size = min(memory.block_size, wanted)
         num_blocks = max(0, budget) // (per_token * size)
-        fitting = num_blocks * size
+        fitting = num_blocks * size or max(0, budget) // per_token  # less than a block: blocks become smaller
         if fitting < wanted:
             if memory.max_model_len is not None or fitting < 2:
                 needed = -(-wanted // size) * size * per_token
@@ -205,6 +205,8 @@ class _Builder:
                 )
             self.notes.append(f"max_model_len is cut from {wanted} to {fitting}, which is what the KV pool holds")
             wanted = fitting
+            size = min(size, wanted)
+            num_blocks = budget // (per_token * size)
         return wanted, BlockPool(min(num_blocks, -(-wanted // size) * max_num_requests), size)
 
 
