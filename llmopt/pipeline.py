@@ -216,8 +216,9 @@ class InferencePipeline:
         :raises BaseException: the error of the first request that failed; the others are aborted.
         """
         try:
-            for request in requests:
-                self.add(request)
+            with self._lock:  # so that rows which share a prefill are all there when the first one starts
+                for request in requests:
+                    self.add(request)
             self.wait(lambda: all(r.is_finished for r in requests) or any(r.error is not None for r in requests))
         finally:
             for request in requests:

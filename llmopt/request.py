@@ -143,7 +143,8 @@ class Request:
     lockstep: Lockstep | None = None  # the group that chooses this request's tokens
     adapter: str | None = None  # name of the LoRA adapter
     constraint: Any = None  # state of a grammar, owned by `constrain`
-    media: Any = None  # inputs beside the ids, owned by `encode_media` and `execute`
+    media: Any = None  # inputs beside the ids, owned by `encode_media` and `execute`; the ids then only hold places
+    companions: object | None = None  # requests with the same object share one prefill, of whole prompts
     logits_processors: Sequence[Callable[[np.ndarray, Tensor], Tensor]] = ()  # (ids [L], logits [V]) -> logits [V]
     wants_text: bool = True  # whether `detokenize` is called for it
     keep_blocks: bool = False  # after the finish, KV and slot stay until `InferencePipeline.release`

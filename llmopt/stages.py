@@ -111,7 +111,8 @@ class Lookup(Protocol):
 
         Called when a waiting request is about to start. Appends shared blocks to ``request.block_table`` (each held
         once more) and returns how many leading tokens they cover, at most ``num_tokens - 1``. None: wait, another
-        request is computing the KV right now.
+        request is computing the KV right now. Never called for a request with ``media``, whose ids do not tell its KV:
+        who keeps KV for others leaves such requests out.
         """
 
 

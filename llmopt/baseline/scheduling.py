@@ -117,7 +117,12 @@ class BaselineSchedule:
     def _fit(self, request: Request, budget: int, has_company: bool) -> int:
         """Tokens of a request that this step can take."""
         behind = request.num_tokens - request.num_computed_tokens
-        if behind <= budget or self.can_chunk:
+        can_chunk = self.can_chunk
+        if request.companions is not None and request.num_computed_tokens < request.num_prompt_tokens:
+            behind, can_chunk = request.num_prompt_tokens - request.num_computed_tokens, False
+        elif not can_chunk and request.num_computed_tokens:
+            behind = 1  # also after a shared prefill that had to be repeated: its tokens follow one by one
+        if behind <= budget or can_chunk:
             return min(behind, budget)
         return 0 if has_company else behind
 
@@ -139,6 +144,8 @@ class BaselineSchedule:
         for request in list(queue.waiting):
             if budget <= 0 or len(queue.running) >= self.max_num_requests or not queue.free_slots:
                 break
+            if request.status is RequestStatus.RUNNING:
+                continue  # came with a companion
             if not self._start(request, queue, chosen, budget):
                 blocked = blocked or request
                 num_failed += 1  # a long line of requests that all lack blocks is not walked to its end in every step
@@ -146,6 +153,8 @@ class BaselineSchedule:
                     break
                 continue
             budget -= chosen[request]
+            if request.companions is not None:
+                budget -= self._start_companions(request, queue, chosen)
             self._overtakes.pop(request, None)
             if blocked is not None:
                 self._overtakes[blocked] = self._overtakes.get(blocked, 0) + 1
@@ -178,7 +187,7 @@ class BaselineSchedule:
         return is_changed
 
     def _start(self, request: Request, queue: RequestQueue, chosen: dict[Request, int], budget: int) -> bool:
-        found = self.lookup(request)
+        found = 0 if request.media is not None else self.lookup(request)  # ids beside media only hold places
         if found is None:
             return False
         request.num_computed_tokens = request.num_cached_tokens = found
@@ -190,6 +199,19 @@ class BaselineSchedule:
         queue.start(request)
         chosen[request] = num_new
         return True
+
+    def _start_companions(self, first: Request, queue: RequestQueue, chosen: dict[Request, int]) -> int:
+        """Start those who share a prefill with a request that starts: it computes them anyway. Returns their tokens.
+
+        One that finds no blocks or slot starts later, and the prefill is repeated for it.
+        """
+        total = 0
+        for request in [r for r in queue.waiting if r.companions is first.companions]:
+            if len(queue.running) >= self.max_num_requests or not queue.free_slots:
+                break
+            if self._start(request, queue, chosen, budget=request.num_prompt_tokens):
+                total += chosen[request]
+        return total
 
     def stats(self) -> dict[str, int]:
         return {"num_preemptions": self.num_preemptions}

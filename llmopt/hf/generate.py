@@ -12,6 +12,7 @@ call, with the reason noted:
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 import logging
 from collections import Counter
@@ -29,9 +30,11 @@ from transformers.generation import (
 from transformers.generation import logits_process as builtin_processors
 from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_managed_module
 
+from llmopt.errors import PipelineClosedError, RequestAbortedError
 from llmopt.hf.capabilities import text_config
 from llmopt.hf.fields import ARGUMENTS, FIELDS
-from llmopt.hf.lockstep import LockstepGroup, LockstepOptions
+from llmopt.hf.lockstep import LockstepGroup, LockstepOptions, is_choosing
+from llmopt.hf.padded import PROMPT_INPUTS, PaddedCall, PaddedPrompt, is_given
 from llmopt.request import Request, SamplingParams
 
 if TYPE_CHECKING:
@@ -48,6 +51,9 @@ logger = logging.getLogger("llmopt")
 _FIELDS = [(name, field.falls_back) for name, field in FIELDS.items() if field.falls_back is not None]
 _ARGUMENTS = [(name, served.falls_back) for name, served in ARGUMENTS.items() if served.falls_back is not None]
 _ENGINE_INPUTS = {"attention_mask", "position_ids", "cache", "logits_to_keep", "use_cache", "cache_position"}
+
+# Arguments of transformers' signature; classes with a `generate` of their own need not know all of them.
+_NAMED = set(inspect.signature(GenerationMixin.generate).parameters)
 
 
 class Generate:
@@ -90,7 +96,7 @@ class Generate:
         reason = self.pipeline.why_not or self._why_not(kwargs)
         if reason is not None:
             self.note(reason)
-            return GenerationMixin.generate(model, inputs, **kwargs)
+            return self._own_generate(inputs, kwargs)
         self._take_stop_strings(kwargs)
         if self._setting(kwargs, "cache_implementation") == "static":
             self._set(kwargs, "cache_implementation", "dynamic")  # the pool is allocated ahead anyway
@@ -110,6 +116,15 @@ class Generate:
 
         kwargs["custom_generate"] = engine
         return GenerationMixin.generate(model, inputs, **kwargs)
+
+    def _own_generate(self, inputs: Tensor | None, kwargs: dict[str, Any]) -> Any:
+        """Call the model's `generate`: its checkpoint's, its class's, or transformers'."""
+        model: Any = self.pipeline.model
+        given = {name: value for name, value in kwargs.items() if value is not None or name not in _NAMED}
+        own = vars(model).get("generate")
+        if own is not None and not isinstance(own, Generate):
+            return own(inputs, **given)
+        return type(model).generate(model, inputs, **given)
 
     def note(self, reason: str) -> None:
         """Count a fall-back, and warn of each reason once."""
@@ -133,6 +148,8 @@ class Generate:
             return "autocast is on, and the KV pool has the model's own dtype"
         if is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model):
             return "the model's parameters are spread over ranks, which must run in step"
+        if is_choosing():
+            return "it is called by a processor, criterion or streamer, in the middle of a step"
         return None
 
     def _setting(self, kwargs: dict[str, Any], name: str) -> Any:
@@ -193,6 +210,9 @@ class _Call:
         self.streamer = streamer
         self.has_eos = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
         self.width = input_ids.shape[1]
+        embeddings = model_kwargs.get("inputs_embeds")
+        self.prompt_width = self.width if embeddings is None else embeddings.shape[1]
+        self.is_padded = False  # the prompt is more than ids, see `llmopt.hf.padded`
         pad = config._pad_token_tensor
         self.pad_token_id = None if pad is None else int(pad)
         max_len = min(
@@ -203,6 +223,8 @@ class _Call:
     def run(self, number: int) -> Any:
         prompts = self._prompts()
         reason = prompts if isinstance(prompts, str) else self._why_not(prompts)
+        if reason is None and self.is_padded:
+            reason = self._why_not_padded()
         if reason is not None or isinstance(prompts, str):
             self.generate.note(str(reason))
             return self._own_loop()
@@ -212,12 +234,17 @@ class _Call:
         if reason is not None:
             self.generate.note(reason)
             return self._own_loop()
-        self.generate.calls["native" if group is None else "lockstep"] += 1
+        if self.is_padded:
+            self._make_padded(requests)
         for request in requests:
             request.lockstep = group
             request.keep_blocks = group is not None and bool(self.config.return_dict_in_generate)
         try:
-            self.pipeline.run(requests)
+            reason = self._run(requests)
+            if reason is not None:
+                self.generate.note(reason)
+                return self._own_loop()
+            self.generate.calls["native" if group is None else "lockstep"] += 1
             if group is None:
                 return self._sequences(requests)
             if self.streamer is not None:
@@ -228,10 +255,35 @@ class _Call:
                 sequences=group.input_ids,
                 scores=tuple(group.result.scores) if self.config.output_scores else None,
                 logits=tuple(group.result.logits) if self.config.output_logits else None,
-                cache=self._cache(requests, group.input_ids.shape[1] - 1),
+                cache=self._cache(requests, self.prompt_width + group.input_ids.shape[1] - self.width - 1),
             )
         finally:
             self.pipeline.release(requests)
+
+    def _run(self, requests: list[Request]) -> str | None:
+        """Run the requests. A padded prefill that fails is left to transformers, which raises its own errors."""
+        try:
+            self.pipeline.run(requests)
+        except (RequestAbortedError, PipelineClosedError):
+            raise
+        except Exception as error:
+            if not self.is_padded or any(request.num_output_tokens for request in requests):
+                raise
+            return f"its padded prefill fails ({error})"
+        return None
+
+    def _make_padded(self, requests: list[Request]) -> None:
+        """Give the requests the inputs of the call, to be computed by one forward."""
+        kept = {name: value for name, value in self.model_kwargs.items() if name != "cache"}
+        lengths = [request.num_prompt_tokens for request in requests]
+        call = PaddedCall(self.input_ids, kept, lengths, self.prompt_width, self._has_token_types())
+        for row, request in enumerate(requests):
+            request.companions, request.media = call, PaddedPrompt(call, row)
+
+    def _has_token_types(self) -> bool:
+        """Whether token types are embedded with the tokens; models with media only make masks of prompts from them."""
+        config = self.pipeline.model.config
+        return config.get_text_config() is config and self.model_kwargs.get("token_type_ids") is not None
 
     def _own_loop(self) -> Any:
         """The loop that transformers would have entered with this preparation."""
@@ -248,22 +300,20 @@ class _Call:
     def _prompts(self) -> list[list[int]] | str:
         """The rows without their left pads, or the reason why they have none."""
         ids = self.input_ids
-        if ids.shape[1] == 0:
-            return (
-                "the prompt is given as embeddings" if "inputs_embeds" in self.model_kwargs else "the prompt is empty"
-            )
-        if self.model_kwargs.get("inputs_embeds") is not None:
-            return "the prompt is given as embeddings"
+        if self.prompt_width == 0:
+            return "the prompt is empty"
         mask = self.model_kwargs.get("attention_mask")
         rows: list[list[int]] = ids.tolist()
+        if self.width != self.prompt_width:  # embeddings without ids
+            rows = [[0] * self.prompt_width for _ in rows]
         if mask is None:
             return rows
-        if mask.shape != ids.shape:
+        if mask.shape != (ids.shape[0], self.prompt_width):
             return "the attention mask is longer than the prompt"
         mask = mask.long()
         lengths = mask.sum(dim=-1)
-        starts = self.width - lengths
-        if not bool((mask == (torch.arange(self.width, device=mask.device) >= starts[:, None])).all()):
+        starts = self.prompt_width - lengths
+        if not bool((mask == (torch.arange(self.prompt_width, device=mask.device) >= starts[:, None])).all()):
             return "the attention mask has holes or right padding"
         if not bool((lengths > 0).all()):
             return "a row is padding only"
@@ -271,19 +321,21 @@ class _Call:
 
     def _why_not(self, prompts: list[list[int]]) -> str | None:
         for name, value in self.model_kwargs.items():
-            if value is not None and name not in _ENGINE_INPUTS:
-                return f"the model input {name!r} is given"
+            if is_given(value) and name not in _ENGINE_INPUTS:
+                if name not in PROMPT_INPUTS:
+                    return f"the model input {name!r} is given"
+                self.is_padded = True
         keep = self.model_kwargs.get("logits_to_keep")
         if keep is not None and not (isinstance(keep, int) and keep == 1):
             return "logits_to_keep is given"
         positions = self.model_kwargs.get("position_ids")
         if positions is not None:
-            if positions.dim() != 2 or positions.shape[-1] != self.width:
+            if positions.dim() not in (2, 3) or positions.shape[-1] != self.prompt_width:
                 return "position_ids do not follow the prompt"
-            starts = torch.tensor([self.width - len(p) for p in prompts], device=positions.device)
-            expected = torch.arange(self.width, device=positions.device) - starts[:, None]
+            starts = torch.tensor([self.prompt_width - len(p) for p in prompts], device=positions.device)
+            expected = torch.arange(self.prompt_width, device=positions.device) - starts[:, None]
             if not bool(((positions == expected) | (expected < 0)).all()):
-                return "position_ids are not 0, 1, 2, ..."
+                self.is_padded = True  # not 0, 1, 2, ...
         longest = max(map(len, prompts)) + self.num_new
         if longest > self.pipeline.max_model_len:
             return f"prompt and new tokens are longer than the engine's limit of {self.pipeline.max_model_len}"
@@ -291,6 +343,15 @@ class _Call:
             states = self._states()
             if states is None or not states.are_in_cache:
                 return "a cache is to be returned, and the model keeps recurrent states elsewhere"
+        return None
+
+    def _why_not_padded(self) -> str | None:
+        """Whether more than ids can reach the forward."""
+        chains, plain = self.pipeline.registry.chains, self.pipeline.baseline
+        if chains["execute"].objects[0] is not plain.execute:
+            return "the prompt is more than ids, and the plugin that runs the model takes ids only"
+        if len(chains["exchange"].objects) > 1 or chains["exchange"].objects[0] is not plain.exchange:
+            return "the prompt is more than ids, and only ids are sent to the other ranks"
         return None
 
     def _states(self) -> RowStates | None:
@@ -314,8 +375,11 @@ class _Call:
         eos = frozenset(i for c in self.criteria if isinstance(c, EosTokenCriteria) for i in c.eos_token_id.tolist())
         sampling = SamplingParams(max_new_tokens=self.num_new)
         requests: list[Request] = []
+        vocab_size = self.pipeline.capabilities.vocab_size
         for row, prompt in enumerate(prompts):
-            parent = requests[row - row % copies] if row % copies else None
+            parent = requests[row - row % copies] if row % copies and not self.is_padded else None
+            if self.is_padded:  # ids of media can be outside the vocabulary
+                prompt = [i if 0 <= i < vocab_size else 0 for i in prompt]
             requests.append(
                 Request(
                     request_id=f"generate-{number}-{row}",
@@ -350,7 +414,7 @@ class _Call:
                 config=self.config,
                 has_eos=self.has_eos,
                 pad_token_id=self.pad_token_id,
-                keep_stepping=is_custom or bool(self.config.return_dict_in_generate),
+                keep_stepping=is_custom or not self.has_eos or bool(self.config.return_dict_in_generate),
                 streamer=self.streamer,
             ),
         )

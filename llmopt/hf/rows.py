@@ -57,7 +57,7 @@ class RowStates:
     def forward(self, slots: list[int], is_prompt: bool) -> Iterator[None]:
         """Hold the states of some rows in cache and modules during one forward, which advances them.
 
-        :param slots: one per row of the forward.
+        :param slots: one per row of the forward; -1 for a row whose states nobody wants.
         :param is_prompt: the rows begin with this forward, without states.
         """
         if is_prompt or slots != self._slots:
@@ -71,7 +71,11 @@ class RowStates:
         try:
             yield
             self._live = self._read()
-            self._slots = list(slots)
+            if -1 in slots:
+                kept = [row for row, slot in enumerate(slots) if slot >= 0]
+                self._live = {key: state[_index(kept, state)] for key, state in self._live.items()}
+                self._install(self._live)
+            self._slots = [slot for slot in slots if slot >= 0]
         finally:
             for (module, name), value in zip(self._attributes, before, strict=True):
                 setattr(module, name, value)
@@ -167,15 +171,19 @@ def _module_states(model: PreTrainedModel) -> list[tuple[nn.Module, str]]:
 def take_rows(batch: Batch, rows: list[int]) -> tuple[Batch, np.ndarray]:
     """The part of a batch that some of its rows make up.
 
-    :param rows: row numbers, ascending.
+    :param rows: row numbers; the part has them in this order.
     :returns: the part, and which rows of the batch's logits are its own: ``[R]`` int64.
     """
     starts, ends = batch.cu_seqlens_q[:-1], batch.cu_seqlens_q[1:]
     tokens = np.concatenate([np.arange(starts[r], ends[r]) for r in rows])
     cu_seqlens_q = np.zeros(len(rows) + 1, dtype=np.int32)
     np.cumsum(batch.num_scheduled[rows], out=cu_seqlens_q[1:])
-    owner = np.searchsorted(batch.cu_seqlens_q, batch.logits_indices, side="right") - 1
-    places = np.flatnonzero(np.isin(owner, rows))
+    token_places = np.empty(batch.num_tokens, dtype=np.int64)
+    token_places[tokens] = np.arange(tokens.size)
+    ranks = np.full(batch.num_requests, -1)
+    ranks[rows] = np.arange(len(rows))
+    owners = ranks[np.searchsorted(batch.cu_seqlens_q, batch.logits_indices, side="right") - 1]
+    places = np.argsort(owners, kind="stable")[np.count_nonzero(owners < 0) :]
     part = Batch(
         request_ids=[batch.request_ids[r] for r in rows],
         num_scheduled=batch.num_scheduled[rows],
@@ -185,7 +193,7 @@ def take_rows(batch: Batch, rows: list[int]) -> tuple[Batch, np.ndarray]:
         seq_lens=batch.seq_lens[rows],
         block_tables=batch.block_tables[rows],
         slot_mapping=batch.slot_mapping[tokens],
-        logits_indices=np.searchsorted(tokens, batch.logits_indices[places]),
+        logits_indices=token_places[batch.logits_indices[places]],
         slots=batch.slots[rows],
         num_drafts=batch.num_drafts[rows],
         adapters=[batch.adapters[r] for r in rows] if batch.adapters else [],
@@ -195,19 +203,20 @@ def take_rows(batch: Batch, rows: list[int]) -> tuple[Batch, np.ndarray]:
     return part, places
 
 
-def split_batch(batch: Batch) -> list[tuple[Batch, np.ndarray]]:
-    """The forwards that a batch takes in row layout: all decodes together, then every prompt on its own.
+def split_rows(batch: Batch, rows: list[int]) -> list[list[int]]:
+    """The forwards that rows of a batch take in row layout: all decodes together, then every prompt on its own.
 
-    :returns: parts, and which rows of the batch's logits are theirs.
     :raises UnsupportedModelError: the scheduler split a prompt, or added drafts.
     """
-    if ((batch.num_scheduled > 1) & (batch.seq_lens > batch.num_scheduled)).any():
+    num_scheduled, seq_lens = batch.num_scheduled[rows], batch.seq_lens[rows]
+    is_decode = seq_lens > num_scheduled
+    if (num_scheduled[is_decode] > 1).any():
         raise UnsupportedModelError(
             "recurrent states take a prompt in one piece and one token per decode; the batch holds a part of a prompt "
             "or draft tokens. Remove the plugin that chunks prompts or drafts."
         )
-    is_decode = (batch.num_scheduled == 1) & (batch.seq_lens > 1)
     if is_decode.all():
-        return [(batch, np.arange(batch.logits_indices.size))]
-    groups = [np.flatnonzero(is_decode).tolist(), *([r] for r in np.flatnonzero(~is_decode).tolist())]
-    return [take_rows(batch, rows) for rows in groups if rows]
+        return [rows]
+    places = np.array(rows)
+    groups = [places[is_decode].tolist(), *([row] for row in places[~is_decode].tolist())]
+    return [group for group in groups if group]

@@ -74,14 +74,14 @@ FORMS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     ),
     "nothing": (dict, "native"),
     "position_ids from the mask": (lambda: _positions(0), "native"),
-    "position_ids with an offset": (lambda: _positions(3), "position_ids are not 0, 1, 2, ..."),
+    "position_ids with an offset": (lambda: _positions(3), "native"),
     "position_ids of one row for all": (
         lambda: {"input_ids": prompts(), "position_ids": torch.arange(7)[None]},
         "native",
     ),
     "token_type_ids": (
         lambda: {"input_ids": prompts(), "token_type_ids": torch.ones(3, 7, dtype=torch.long)},
-        "the model input 'token_type_ids' is given",
+        "native",
     ),
 }
 

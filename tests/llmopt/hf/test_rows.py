@@ -13,7 +13,7 @@ import llmopt
 from llmopt.batch import Batch
 from llmopt.batch_builder import BatchBuilder
 from llmopt.errors import MemoryBudgetError, UnsupportedModelError
-from llmopt.hf.rows import RowStates, split_batch
+from llmopt.hf.rows import RowStates, split_rows, take_rows
 from llmopt.request import Request, SamplingParams
 from tests.equivalence.test_hybrid_models import hybrid_model
 
@@ -31,7 +31,7 @@ def _batch(*requests: Request) -> Batch:
 
 def test_decodes_run_together_and_every_prompt_alone() -> None:
     batch = _batch(_request("a", 3, 2, 0), _request("b", 3, 0, 1), _request("c", 6, 5, 2), _request("d", 1, 0, 3))
-    parts = split_batch(batch)
+    parts = [take_rows(batch, rows) for rows in split_rows(batch, [0, 1, 2, 3])]
     assert [part.request_ids for part, _ in parts] == [["a", "c"], ["b"], ["d"]]
     assert [places.tolist() for _, places in parts] == [[0, 2], [1], [3]]
     decodes, prompt, _ = (part for part, _ in parts)
@@ -48,16 +48,24 @@ def test_decodes_run_together_and_every_prompt_alone() -> None:
     assert [r.request_id for r in prompt.logits_requests] == ["b"]
 
 
-def test_a_batch_of_decodes_stays_as_it_is() -> None:
-    batch = _batch(_request("a", 3, 2, 0), _request("b", 5, 4, 1))
-    ((part, places),) = split_batch(batch)
-    assert part is batch
-    assert places.tolist() == [0, 1]
+def test_only_the_rows_asked_for_are_split() -> None:
+    batch = _batch(_request("a", 3, 2, 0), _request("b", 3, 0, 1), _request("c", 6, 5, 2))
+    assert split_rows(batch, [1, 2]) == [[2], [1]]
+
+
+def test_rows_are_taken_in_the_order_asked_for() -> None:
+    batch = _batch(_request("a", 3, 0, 0), _request("b", 6, 5, 1), _request("c", 2, 0, 2))
+    part, places = take_rows(batch, [2, 0])
+    assert part.token_ids.tolist() == [10, 11, 10, 11, 12]
+    assert part.slot_mapping.tolist() == [80, 81, 0, 1, 2]
+    assert part.logits_indices.tolist() == [1, 4]
+    assert places.tolist() == [2, 0]
+    assert [r.request_id for r in part.logits_requests] == ["c", "a"]
 
 
 def test_part_of_a_prompt_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="in one piece"):
-        split_batch(_batch(_request("a", 6, 2, 0)))
+        split_rows(_batch(_request("a", 6, 2, 0)), [0])
 
 
 def _states() -> tuple[RowStates, LinearAttentionLayer]:
@@ -95,6 +103,14 @@ def test_the_same_rows_keep_their_tensors() -> None:
         first = layer.conv_states[0]
     with states.forward([0, 1], is_prompt=False):
         assert layer.conv_states[0] is first
+
+
+def test_rows_without_a_slot_are_forgotten() -> None:
+    states, layer = _states()
+    with states.forward([3, -1, 0], is_prompt=True):
+        layer.update_conv_state(torch.arange(3.0)[:, None, None].expand(3, 2, 3))
+    with states.forward([0, 3], is_prompt=False):
+        assert layer.conv_states[0][:, 0, 0].tolist() == [2.0, 0.0]
 
 
 def test_a_slot_given_to_a_new_request_forgets_the_old_one() -> None:
