@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 NATIVE_SOURCES := $(shell find csrc -type f 2>/dev/null)
 CPP_SOURCES := $(filter %.cc %.cpp %.h %.hpp %.cu %.cuh,$(NATIVE_SOURCES))
 # Where the tests need more: make test PYTEST_ARGS="-k speculation -x"
@@ -44,8 +45,9 @@ clean: ## remove the environment, builds and caches (the model cache in the home
 # The stamp is written last: a half-made environment is completed by the next call. It is also older than any changed
 # C++ source, so the compiled core follows the tree. Without build isolation a rebuild compiles only what changed.
 $(READY): pyproject.toml constraints.txt llmopt/version.py $(NATIVE_SOURCES)
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(BIN)/python -m ensurepip
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt scikit-build-core nanobind cmake ninja
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[dev]'
-	touch $@
+	@echo "setting up $(VENV): takes minutes the first time, seconds afterwards"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(BIN)/python -m ensurepip
+	$(PIP_INSTALL) scikit-build-core nanobind cmake ninja
+	$(PIP_INSTALL) --no-build-isolation -e '.[dev]'
+	@touch $@

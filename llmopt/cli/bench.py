@@ -99,7 +99,7 @@ def _results(
         with contenders_for(model, tokenizer, plugins, max_model_len=max_model_len) as contenders:
             for name in ordinary:
                 workload = WORKLOADS[name]
-                yield _compare(
+                yield compare_with_progress(
                     contenders,
                     name,
                     lambda number, workload=workload: workload.batch(tokenizer, number, max_model_len, quick=quick),
@@ -113,7 +113,7 @@ def _results(
 
         small = host_model()
         with contenders_for(small, None, plugins, max_model_len=MAX_MODEL_LEN) as contenders:
-            yield _compare(
+            yield compare_with_progress(
                 contenders,
                 "host",
                 lambda number: host_batch(number, small.config.vocab_size, quick=quick),
@@ -122,8 +122,8 @@ def _results(
             )
 
 
-def _compare(contenders: Any, name: str, make_batch: Any, *, rounds: int, **options: Any) -> Result:
-    """`compare` behind a progress bar on stderr."""
+def compare_with_progress(contenders: Any, name: str, make_batch: Any, *, rounds: int, **options: Any) -> Result:
+    """`llmopt.bench.comparison.compare` behind a progress bar on stderr."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from llmopt.bench.comparison import compare

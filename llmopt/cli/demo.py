@@ -15,8 +15,9 @@ def run(*, as_json: bool) -> None:
     Exit status 1 when the tokens differ.
     """
     import llmopt
-    from llmopt.bench.comparison import compare, contenders_for
+    from llmopt.bench.comparison import contenders_for
     from llmopt.bench.workloads import BenchRequest
+    from llmopt.cli.bench import compare_with_progress
 
     model, tokenizer = load_model("demo", dtype="float32", device_map=None)
     assert tokenizer is not None  # the demo folder has one
@@ -42,7 +43,7 @@ def run(*, as_json: bool) -> None:
         return [BenchRequest(list(encoded["input_ids"]), _NUM_TOKENS)]
 
     with contenders_for(model, tokenizer, {}, max_model_len=1024) as contenders:
-        result = compare(contenders, "demo", batch, dtype="float32", rounds=_ROUNDS)
+        result = compare_with_progress(contenders, "demo", batch, dtype="float32", rounds=_ROUNDS)
     theirs, ours = (timing.tokens_per_s.median for timing in result.timings)
     same = result.passed
     if as_json:
