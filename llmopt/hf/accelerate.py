@@ -59,6 +59,9 @@ def accelerate(model: PreTrainedModel, plugins: Sequence[Any] | str = (), **opti
     if isinstance(model, str):
         raise ModelError("accelerate changes a loaded model. Load it first, or use llmopt.build with its name.")
     inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if "generate" in vars(inner):
+    own = getattr(inner, "__dict__", {}).get("generate")
+    if own is not None and getattr(own, "__func__", None) is type(inner).generate:
+        del inner.generate  # a copy of an accelerated model holds its class's own
+    elif own is not None:
         raise ModelError("this model has a `generate` of its own already. Restore it before accelerating it again.")
     return Acceleration(inner, build(inner, plugins, **options))
