@@ -251,7 +251,9 @@ class Leaking(Stats):
 
 
 def test_one_lost_block_fails() -> None:
-    assert "FAILED blocks: a request that takes the whole pool never runs: 11 of 12 blocks are free" in failed_checks(Leaking)
+    assert "FAILED blocks: a request that takes the whole pool never runs: 11 of 12 blocks are free" in failed_checks(
+        Leaking
+    )
 
 
 class Scaling(Stats):

@@ -28,7 +28,7 @@ def advance(row: Request, num_tokens: int) -> None:
         row.append(9)
 
 
-# -- its own logic ------------------------------------------------------------------------------------------------------
+# -- its own logic ---------------------------------------------------------------------------------------------------
 def test_a_request_starts_with_the_blocks_of_its_prompt_and_not_of_its_longest_form() -> None:
     pool = BlockPool(10, BLOCK)
     allocate = PagedAllocate(pool, watermark=0)
@@ -105,7 +105,7 @@ def test_a_watermark_outside_of_the_pool_is_refused(watermark: float) -> None:
         PagedKv(watermark=watermark)
 
 
-# -- in a pipeline ------------------------------------------------------------------------------------------------------
+# -- in a pipeline ---------------------------------------------------------------------------------------------------
 MODEL = tiny_model()
 BYTES_PER_TOKEN = 2 * 2 * 16 * 2 * 4  # key and value, 2 heads of 16, 2 layers, float32
 
