@@ -126,6 +126,10 @@ class Generate:
             return own(inputs, **given)
         return type(model).generate(model, inputs, **given)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """An accelerated model can be copied and pickled; the copy has its class's own `generate`."""
+        return getattr, (self.pipeline.model, "generate")
+
     def note(self, reason: str) -> None:
         """Count a fall-back, and warn of each reason once."""
         self.fall_backs[reason] += 1

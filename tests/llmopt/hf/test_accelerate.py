@@ -6,7 +6,7 @@ import copy
 import io
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -42,7 +42,7 @@ def snapshot(model: Any) -> dict[str, Any]:
             n: (id(p), p.data_ptr(), p._version, p.requires_grad, p.grad) for n, p in model.named_parameters()
         },
         "buffers": {n: (id(b), b.data_ptr()) for n, b in model.named_buffers()},
-        "config": copy.deepcopy({k: v for k, v in vars(model.config).items()}),
+        "config": copy.deepcopy(dict(vars(model.config))),
         "config_id": id(model.config),
         "generation_config": model.generation_config.to_dict(),
         "attention": model.config._attn_implementation,
@@ -260,8 +260,8 @@ TEXTS = ["the thing is on", "then", "an answer in the other", "x"]
 
 
 @pytest.fixture
-def text_pipeline(model: Any) -> Iterator[Callable[..., Any]]:
-    yield lambda **options: pipeline("text-generation", model=model, tokenizer=tiny_tokenizer(), **options)
+def text_pipeline(model: Any) -> Callable[..., Any]:
+    return lambda **options: pipeline("text-generation", model=model, tokenizer=tiny_tokenizer(), **options)
 
 
 @pytest.mark.filterwarnings("ignore")
