@@ -126,8 +126,8 @@ def bench(
 
 
 @app.command()
-def demo(as_json: Json = False) -> None:
+def demo(plugins: Plugins = None, as_json: Json = False) -> None:
     """Generate text with a small real model, check it against model.generate, and show both speeds."""
     from llmopt.cli.demo import run
 
-    run(as_json=as_json)
+    run(plugins or [], as_json=as_json)

@@ -31,7 +31,7 @@ def run(
     json_to_stdout: bool,
 ) -> None:
     """Compare on every workload; exit status 1 when a contender broke its promise about the tokens."""
-    plugins = _plugins(plugin_texts)
+    plugins = read_plugins(plugin_texts)
     names = list(workload_names or DEFAULT_WORKLOADS)
     _check_names(names)
 
@@ -57,7 +57,11 @@ def run(
         raise SystemExit(1)
 
 
-def _plugins(texts: Sequence[str]) -> dict[str, dict[str, Any]]:
+def read_plugins(texts: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Plugin name to options, in the order of the command line.
+
+    :raises PluginError: a text that cannot be read, or a plugin given twice.
+    """
     plugins: dict[str, dict[str, Any]] = {}
     for spec in map(parse_plugin, texts):
         if spec.name in plugins:

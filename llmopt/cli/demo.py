@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
-from llmopt.cli.output import load_model, print_json
+from collections.abc import Sequence
+
+from llmopt.cli.output import load_model, make_plugins, print_json
 
 _QUESTION = "Why does the sea look blue? Answer in three sentences."
 _NUM_TOKENS = 48
 _ROUNDS = 3
 
 
-def run(*, as_json: bool) -> None:
+def run(plugin_texts: Sequence[str], *, as_json: bool) -> None:
     """Stream an answer of the demo model, compare with ``model.generate`` in float32, time both.
+
+    With plugins, the answer comes from a pipeline with all of them, and each is timed.
 
     Exit status 1 when the tokens differ.
     """
     import llmopt
     from llmopt.bench.comparison import contenders_for
     from llmopt.bench.workloads import BenchRequest
-    from llmopt.cli.bench import compare_with_progress
+    from llmopt.cli.bench import compare_with_progress, read_plugins
 
+    plugins = read_plugins(plugin_texts)
+    made = make_plugins(plugin_texts)
     model, tokenizer = load_model("demo", dtype="float32", device_map=None)
     assert tokenizer is not None  # the demo folder has one
 
     pieces: list[str] = []
     messages = [{"role": "user", "content": _QUESTION}]
-    pipe = llmopt.build(model, tokenizer=tokenizer, memory_fraction=0.1)
+    pipe = llmopt.build(model, made, tokenizer=tokenizer, memory_fraction=0.1)
     try:
         if not as_json:
             print(f"> {_QUESTION}\n")
@@ -32,6 +38,8 @@ def run(*, as_json: bool) -> None:
             pieces.append(piece)
             if not as_json:
                 print(piece, end="", flush=True)
+        if not as_json:
+            print("\n")
     finally:
         pipe.close()
 
@@ -42,23 +50,26 @@ def run(*, as_json: bool) -> None:
         )
         return [BenchRequest(list(encoded["input_ids"]), _NUM_TOKENS)]
 
-    with contenders_for(model, tokenizer, {}, max_model_len=1024) as contenders:
+    with contenders_for(model, tokenizer, plugins, max_model_len=1024) as contenders:
         result = compare_with_progress(contenders, "demo", batch, dtype="float32", rounds=_ROUNDS)
-    theirs, ours = (timing.tokens_per_s.median for timing in result.timings)
-    same = result.passed
+    speeds = {timing.name: timing.tokens_per_s.median for timing in result.timings}
+    broken = [verdict for verdict in result.verdicts if not verdict.passed]
     if as_json:
         print_json(
             {
                 "text": "".join(pieces),
-                "tokens_identical": same,
                 "dtype": "float32",
-                "hf_generate_tokens_per_s": theirs,
-                "llmopt_tokens_per_s": ours,
+                "tokens_identical": all(verdict.difference is None for verdict in result.verdicts),
+                "tokens_per_s": speeds,
             }
         )
     else:
-        equal = "equal model.generate's" if same else "DIFFER from model.generate's"
-        print(f"\n\n{_NUM_TOKENS} tokens in float32 {equal} ({result.verdicts[1]}).")
-        print(f"HF generate {theirs:6.1f} tokens/s\nllmopt      {ours:6.1f} tokens/s   ({ours / theirs:.2f}x)")
-    if not same:
+        if not broken:
+            print(f"Its tokens equal model.generate's ({_NUM_TOKENS} of {_NUM_TOKENS}, float32).")
+        for verdict in broken:
+            print(f"{verdict.name}: its tokens are NOT model.generate's: {verdict}.")
+        for timing in result.timings:
+            ratio = timing.speedup_over(result.timings[0]).median
+            print(f"{timing.name:<16}{speeds[timing.name]:6.1f} tokens/s  ({ratio:.2f}x)")
+    if broken:
         raise SystemExit(1)
