@@ -145,8 +145,11 @@ def _plain_logits(model: PreTrainedModel, ids: np.ndarray) -> Tensor:
     model.eval()
     try:
         inputs = {"input_ids": torch.from_numpy(ids).to(device)[None]}
-        if "attention_mask" in inspect.signature(model.forward).parameters:
+        parameters = inspect.signature(model.forward).parameters
+        if "attention_mask" in parameters:
             inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+        if "position_ids" in parameters:  # `generate` gives them; by itself a model may count otherwise
+            inputs["position_ids"] = torch.arange(len(ids), device=device)[None]
         output = model(**inputs, use_cache=False, return_dict=True)
     finally:
         model.train(training)
