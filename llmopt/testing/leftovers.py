@@ -54,7 +54,8 @@ def assert_whole(pipeline: InferencePipeline) -> None:
     except AssertionError:
         free, all_blocks = pipeline.block_pool.num_free, pipeline.block_pool.num_blocks
         raise AssertionError(
-            f"a request that takes the whole pool never runs: {free} of {all_blocks} blocks are free and no request is left"
+            f"a request that takes the whole pool never runs: {free} of {all_blocks} blocks are free, "
+            "and no other request is left"
         ) from None
     got = request.num_output_tokens
     assert got == 4, f"a request that takes the whole pool got {got} of 4 tokens ({request.error!r})"

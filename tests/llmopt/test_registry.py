@@ -14,6 +14,7 @@ import llmopt
 from llmopt import PluginInfo, hookimpl, registry
 from llmopt.errors import (
     ConfigError,
+    InvalidPromptError,
     PluginConflictError,
     PluginError,
     PluginHookError,
@@ -410,3 +411,29 @@ def test_blame_finds_the_plugin_behind_methods_and_deep_calls(plugin: Any) -> No
         (output,) = pipe.batch([{"prompt": [5, 6], "request_id": "x"}], max_new_tokens=4, progress=False)
     assert "stage 'schedule'" in str(output.error)
     assert f"plugin {plugin.info.name!r}" in str(output.error)
+
+
+@pytest.mark.parametrize("stage", ["tokenize", "encode_media", "admit"])
+def test_a_stage_that_raises_on_the_callers_thread_names_its_plugin_and_leaves_nothing_behind(stage: str) -> None:
+    def fail(*given: Any) -> Any:
+        raise OSError("by design")
+
+    namespace: dict[str, Any] = {"fail": fail}
+    exec(f"def hook(self, {stage}): return fail", namespace)
+    body = {
+        "info": PluginInfo(name="guilty", layer="application", promise="exact"),
+        f"llmopt_wrap_{stage}": hookimpl(namespace["hook"]),
+    }
+    with llmopt.build(MODEL, [type("Guilty", (), body)()]) as pipe:
+        with pytest.raises(StageError, match=f"plugin 'guilty' failed in stage '{stage}'.*OSError: by design"):
+            pipe.batch([[5, 6]], max_new_tokens=4, progress=False)
+        assert len(pipe.queue) == 0
+        assert pipe.block_pool.num_used == 0
+
+
+def test_an_error_of_the_caller_passes_through_every_plugin_as_it_is() -> None:
+    with (
+        llmopt.build(MODEL, [WrapVerify(lambda verify: verify)]) as pipe,
+        pytest.raises(InvalidPromptError, match="token id 512"),
+    ):
+        pipe.batch([[512]], max_new_tokens=4, progress=False)
