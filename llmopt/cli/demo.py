@@ -64,10 +64,11 @@ def run(plugin_texts: Sequence[str], *, as_json: bool) -> None:
             }
         )
     else:
-        if not broken:
+        differing = [verdict for verdict in result.verdicts if verdict.difference is not None]
+        if not differing:
             print(f"Its tokens equal model.generate's ({_NUM_TOKENS} of {_NUM_TOKENS}, float32).")
-        for verdict in broken:
-            print(f"{verdict.name}: its tokens are NOT model.generate's: {verdict}.")
+        for verdict in differing:
+            print(f"{verdict.name} ({verdict.promise}): its tokens are NOT model.generate's: {verdict}.")
         for timing in result.timings:
             ratio = timing.speedup_over(result.timings[0]).median
             print(f"{timing.name:<16}{speeds[timing.name]:6.1f} tokens/s  ({ratio:.2f}x)")
