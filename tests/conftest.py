@@ -56,4 +56,3 @@ def demo_fp32(demo_folder: Path) -> tuple[Any, Any]:
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
-
