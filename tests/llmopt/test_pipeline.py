@@ -1,0 +1,427 @@
+"""The step and what goes wrong in it: errors name plugin and stage, end one request only, and leave nothing behind."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import llmopt
+from llmopt import PluginInfo, hookimpl
+from llmopt.errors import PipelineClosedError, RequestAbortedError, RequestError, StageError
+from llmopt.request import Request
+from llmopt.testing import tiny_model, tiny_prompts
+from tests.llmopt.helpers import alone, assert_idle, build_tiny, pool_bytes, request, wrap
+
+
+class Fault(RuntimeError):
+    """Raised on purpose."""
+
+
+def about(argument: Any, name: str) -> bool:
+    """Whether the argument of a stage concerns the request ``name``."""
+    if isinstance(argument, Request):
+        return argument.request_id == name
+    if hasattr(argument, "request_ids"):
+        return name in argument.request_ids
+    return hasattr(argument, "by_id") and name in argument.by_id
+
+
+def failing(stage: str, name: str = "bad", after: int = 0, *, late: bool = False) -> Any:
+    """A plugin whose stage raises for the request ``name`` once it has ``after`` output tokens.
+
+    :param late: raise when the inner stage has done its work.
+    """
+
+    class Stage:
+        def __init__(self, inner: Any) -> None:
+            self.inner = inner
+
+        def __getattr__(self, attribute: str) -> Any:
+            return getattr(self.inner, attribute)
+
+        def __call__(self, *arguments: Any) -> Any:
+            found = self._is_due(arguments[0])
+            result = self.inner(*arguments) if late or not found else None
+            if found:
+                raise Fault("on purpose")
+            return result
+
+        @staticmethod
+        def _is_due(argument: Any) -> bool:
+            if not about(argument, name):
+                return False
+            if isinstance(argument, Request):
+                made = argument
+            elif hasattr(argument, "by_id"):
+                made = argument.by_id[name]
+            else:
+                made = next(r for r in argument.requests if r.request_id == name)
+            return made.num_output_tokens >= after
+
+    return wrap(stage, Stage, name="saboteur")
+
+
+STEP_STAGES = [
+    "schedule",
+    "lookup",
+    "allocate",
+    "propose",
+    "constrain",
+    "exchange",
+    "adapt",
+    "execute",
+    "verify",
+    "commit",
+    "detokenize",
+]
+
+
+@pytest.mark.parametrize("stage", STEP_STAGES)
+@pytest.mark.parametrize("after", [0, 3])
+def test_a_stage_that_fails_for_one_request_ends_that_request_only(stage: str, after: int) -> None:
+    prompts = tiny_prompts(4, min_length=2, max_length=12)
+    with build_tiny() as plain:
+        wanted = [alone(plain, p, max_new_tokens=8, ignore_eos=True) for p in prompts]
+    with build_tiny(plugins=["paged_kv", failing(stage, after=after)], block_size=4, max_tokens_per_step=16) as pipe:
+        requests: list[Any] = [
+            {"prompt": p, "request_id": n} for p, n in zip(prompts, ("a", "bad", "b", "c"), strict=True)
+        ]
+        outputs = pipe.batch(requests, max_new_tokens=8, ignore_eos=True, progress=False)
+        bad = outputs.pop(1)
+        if stage == "lookup" and after:  # looked up once, when it started
+            assert bad.error is None
+        else:
+            assert bad.finish_reason == "error"
+            assert isinstance(bad.error, StageError)
+            assert "plugin 'saboteur' failed in stage" in str(bad.error)
+            assert "'bad'" in str(bad.error)
+            assert "Fault: on purpose" in str(bad.error)
+            assert isinstance(bad.error.__cause__, Fault)
+            assert pipe.stats()["num_errors"] == 1
+        assert [o.token_ids for o in outputs] == [wanted[0], *wanted[2:]]
+        assert not any(o.error for o in outputs)
+        assert_idle(pipe)
+        assert alone(pipe, prompts[0], max_new_tokens=8, ignore_eos=True) == wanted[0]
+
+
+@pytest.mark.parametrize("stage", ["verify", "commit", "detokenize"])
+def test_a_stage_that_fails_after_its_work_loses_no_token_of_the_others(stage: str) -> None:
+    prompts = tiny_prompts(3, max_length=10)
+    with build_tiny() as plain:
+        wanted = [alone(plain, p, max_new_tokens=8, ignore_eos=True) for p in prompts]
+    with build_tiny(plugins=[failing(stage, after=3, late=True)], block_size=4) as pipe:
+        named = zip(prompts, ("a", "bad", "b"), strict=True)
+        handles = [pipe.submit(p, request_id=n, max_new_tokens=8, ignore_eos=True) for p, n in named]
+        assert handles[0].result(20).token_ids == wanted[0]
+        assert handles[2].result(20).token_ids == wanted[2]
+        with pytest.raises(StageError, match="saboteur"):
+            handles[1].result(20)
+        assert_idle(pipe)
+
+
+def test_requests_that_ended_in_a_step_whose_commit_failed_afterwards_are_told() -> None:
+    with build_tiny(plugins=[failing("commit", name="b", after=2, late=True)]) as pipe:
+        first = pipe.submit([5, 6], request_id="a", max_new_tokens=3, ignore_eos=True)
+        second = pipe.submit([7, 8], request_id="b", max_new_tokens=9, ignore_eos=True)
+        assert len(first.result(20).token_ids) == 3
+        with pytest.raises(StageError):
+            second.result(20)
+        assert_idle(pipe)
+
+
+def test_a_stage_that_always_fails_ends_every_request_and_not_the_pipeline() -> None:
+    state = {"broken": False}
+
+    def change(inner: Callable[..., Any]) -> Any:
+        def execute(batch: Any, drafts: Any) -> Any:
+            if state["broken"]:
+                raise Fault("always")
+            return inner(batch, drafts)
+
+        return execute
+
+    with build_tiny(plugins=[wrap("execute", change)], max_num_requests=3, block_size=4) as pipe:
+        state["broken"] = True
+        outputs = pipe.batch([[5, i] for i in range(3, 13)], progress=False, n=2, temperature=1.0, max_new_tokens=4)
+        assert [o.finish_reason for o in outputs] == ["error"] * 20
+        with pytest.raises(StageError, match="plugin 'inline' failed in stage 'execute'"):
+            pipe.generate(torch.tensor([[5, 6]]), max_new_tokens=3, do_sample=False)
+        assert_idle(pipe)
+        state["broken"] = False
+        assert len(alone(pipe, [5], max_new_tokens=3, ignore_eos=True)) == 3
+
+
+def test_a_failure_while_blocks_are_freed_ends_all_requests_with_it() -> None:
+    state = {"broken": False}
+
+    class Leaky:
+        def __init__(self, inner: Any) -> None:
+            self.inner = inner
+
+        def __call__(self, made: Request, num_tokens: int) -> Any:
+            return self.inner(made, num_tokens)
+
+        def free(self, made: Request) -> None:
+            if state["broken"]:
+                raise Fault("cannot free")
+            self.inner.free(made)
+
+        def num_blocks_ever(self, made: Request) -> Any:
+            return self.inner.num_blocks_ever(made)
+
+    with build_tiny(plugins=[wrap("allocate", Leaky)]) as pipe:
+        handles = [pipe.submit([5, i], max_new_tokens=5, ignore_eos=True) for i in range(3, 6)]
+        state["broken"] = True
+        more = [pipe.submit([5, i], max_new_tokens=200, ignore_eos=True) for i in range(3, 6)]
+        for handle in [*handles, *more]:
+            try:
+                assert len(handle.result(20).token_ids) == 5  # was quick
+            except StageError as error:
+                told = str(error)
+            else:
+                continue
+            assert "cannot free" in told
+        assert len(pipe.queue) == 0
+        state["broken"] = False
+        assert len(alone(pipe, [5], max_new_tokens=3, ignore_eos=True)) == 3
+
+
+@pytest.mark.parametrize("stage", ["tokenize", "encode_media", "admit"])
+def test_a_stage_that_fails_on_arrival_names_its_plugin_and_admits_nothing(stage: str) -> None:
+    for late in (False, True):
+
+        def change(inner: Callable[..., Any], late: bool = late) -> Any:
+            def call(*arguments: Any) -> Any:
+                if late:
+                    inner(*arguments)
+                raise Fault("at the door")
+
+            return call
+
+        with build_tiny(plugins=[wrap(stage, change, name="porter")]) as pipe:
+            for face in (
+                lambda: pipe.stream("hi"),
+                lambda: pipe.submit("hi"),
+                lambda: pipe.batch(["hi"], progress=False),
+            ):
+                with pytest.raises(StageError, match=f"plugin 'porter' failed in stage '{stage}'.*Fault: at the door"):
+                    face()
+            assert_idle(pipe)
+
+
+def test_an_error_of_generates_own_processor_reaches_its_caller_unchanged() -> None:
+    def broken(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        raise Fault("mine")
+
+    class Broken:
+        __call__ = staticmethod(broken)
+
+    with build_tiny() as pipe:
+        other = pipe.submit([5, 6], max_new_tokens=40, ignore_eos=True)
+        with pytest.raises(Fault, match="mine"):
+            pipe.generate(torch.tensor([[5, 6], [7, 8]]), logits_processor=[Broken()], max_new_tokens=5)
+        assert len(other.result(20).token_ids) == 40
+        assert_idle(pipe)
+
+
+def test_a_failure_in_the_forward_leaves_a_lockstep_group_beside_it_whole() -> None:
+    model = tiny_model()
+    row = torch.tensor([[5, 6, 7], [8, 9, 10]])
+    options: dict[str, Any] = {"max_new_tokens": 12, "repetition_penalty": 1.3, "do_sample": False}
+    wanted = model.generate(row, **options)
+    with llmopt.build(model, [failing("execute", after=2)], block_size=4) as pipe:
+        for _ in range(5):
+            got: list[Any] = []
+            thread = threading.Thread(target=lambda got=got: got.append(pipe.generate(row, **options)))
+            bad = request([4, 4], "bad", max_new_tokens=8)
+            thread.start()
+            with pytest.raises(StageError):
+                pipe.run([bad])
+            thread.join(20)
+            assert len(got) == 1
+            assert torch.equal(got[0], wanted)
+            assert_idle(pipe)
+
+
+def test_an_interrupted_step_is_done_again() -> None:
+    state = {"armed": True}
+
+    def change(inner: Callable[..., Any]) -> Any:
+        def commit(batch: Any, accepted: Any) -> Any:
+            if state["armed"] and batch.requests[0].num_output_tokens == 3:
+                state["armed"] = False
+                raise KeyboardInterrupt
+            return inner(batch, accepted)
+
+        return commit
+
+    with build_tiny(plugins=[wrap("commit", change)], block_size=4) as pipe:
+        state["armed"] = False
+        wanted = alone(pipe, [5, 6], max_new_tokens=8, ignore_eos=True)
+        state["armed"] = True
+        made = request([5, 6])
+        pipe.add(made)
+        with pytest.raises(KeyboardInterrupt):
+            pipe.wait(lambda: made.is_finished)
+        pipe.wait(lambda: made.is_finished)
+        assert made.output_ids == wanted
+        assert_idle(pipe)
+        state["armed"] = True
+        with pytest.raises(KeyboardInterrupt):
+            pipe.batch([[5, 6]], max_new_tokens=8, ignore_eos=True, progress=False)
+        assert_idle(pipe)  # the caller went away, and so did his request
+
+
+def test_a_listener_that_fails_disturbs_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    with build_tiny() as pipe:
+        made = request([5, 6], "loud")
+        pipe.add(made, lambda r: 1 / 0)
+        pipe.wait(lambda: made.is_finished)
+        assert made.num_output_tokens == 8
+        assert "a listener of request 'loud' failed" in caplog.text
+        assert_idle(pipe)
+
+
+# -- life of a pipeline ---------------------------------------------------------------------------
+def test_a_closed_pipeline_refuses_everything_and_closing_twice_is_harmless() -> None:
+    pipe = build_tiny()
+    with pipe as same:
+        assert same is pipe
+        assert len(alone(pipe, [5], max_new_tokens=2, ignore_eos=True)) == 2
+    pipe.close()
+    for call in (
+        lambda: pipe.batch([[5]], progress=False),
+        lambda: pipe.add(request([5])),
+        lambda: pipe.generate(torch.tensor([[5]]), max_new_tokens=2),
+        pipe.start,
+    ):
+        with pytest.raises(PipelineClosedError, match="Build a new one"):
+            call()
+
+
+def test_closing_aborts_what_runs_and_calls_close_of_the_stages() -> None:
+    closed: list[str] = []
+
+    class Closing:
+        info = PluginInfo(name="closing", layer="kernel", promise="exact")
+
+        @hookimpl
+        def llmopt_wrap_execute(self, execute: Any) -> Any:
+            class Stage:
+                def __call__(self, batch: Any, drafts: Any) -> Any:
+                    return execute(batch, drafts)
+
+                def close(self) -> None:
+                    closed.append("execute")
+
+            return Stage()
+
+    pipe = build_tiny(plugins=[Closing()])
+    made = request([5, 6], max_new_tokens=100)
+    pipe.add(made)
+    pipe.advance()
+    pipe.close()
+    assert made.finish_reason == "abort"
+    assert isinstance(made.error, RequestAbortedError)
+    assert closed == ["execute"]
+    assert pipe.block_pool.num_used == 0
+
+
+def test_a_finished_request_cannot_be_added_again() -> None:
+    with build_tiny() as pipe:
+        made = request([5, 6])
+        pipe.run([made])
+        with pytest.raises(RequestError, match="has run already"):
+            pipe.add(made)
+
+
+def test_aborting_what_is_unknown_or_finished_changes_nothing() -> None:
+    with build_tiny() as pipe:
+        made = request([5, 6])
+        pipe.run([made])
+        pipe.abort(made)
+        pipe.abort("nobody")
+        assert made.finish_reason == "length"
+        assert pipe.stats()["num_aborted"] == 0
+
+
+def test_numbers_count_steps_tokens_and_ends() -> None:
+    with build_tiny(max_tokens_per_step=4) as pipe:
+        pipe.run([request([5] * 6, max_new_tokens=3)])
+        pipe.add(request([5], "gone"))
+        pipe.abort("gone")
+        numbers = pipe.stats()
+        assert (numbers["num_steps"], numbers["num_step_tokens"], numbers["num_new_tokens"]) == (4, 8, 3)
+        assert (numbers["num_finished"], numbers["num_aborted"], numbers["num_errors"]) == (1, 1, 0)
+        assert numbers["num_blocks_used"] == 0
+
+
+def test_without_plugins_every_stage_is_the_plain_one() -> None:
+    with build_tiny() as pipe:
+        for name, plain in vars(pipe.baseline).items():
+            if hasattr(pipe, name):
+                assert getattr(pipe, name) is plain
+
+
+def test_the_model_is_as_it_was_before_after_any_use() -> None:
+    model = tiny_model()
+    ids = torch.tensor([[5, 6, 7, 8]])
+
+    def state() -> dict[str, Any]:
+        return {
+            "config": copy.deepcopy(vars(model.config)),
+            "generation": model.generation_config.to_dict(),
+            "training": model.training,
+            "attention": model.config._attn_implementation,
+            "hooks": [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()],
+            "grad": [(p.requires_grad, p.dtype) for p in model.parameters()],
+            "attributes": sorted(vars(model)),
+        }
+
+    before, logits = state(), model(ids).logits.detach()
+    mine = model.generate(ids, max_new_tokens=6, do_sample=False)
+    with llmopt.build(model, ["paged_kv"], block_size=4) as pipe:
+        first = pipe.batch(tiny_prompts(5), max_new_tokens=4, progress=False)
+        second = pipe.batch(tiny_prompts(5), max_new_tokens=4, progress=False)
+        assert [o.prompt_ids for o in second] == [o.prompt_ids for o in first] == tiny_prompts(5)
+        assert [o.token_ids for o in second] == [o.token_ids for o in first]
+        assert torch.equal(pipe.generate(ids, max_new_tokens=6, do_sample=False), mine)
+        assert torch.equal(model(ids).logits, logits)  # also while the pipeline is there
+    assert state() == before
+    assert torch.equal(model(ids).logits, logits)
+    assert torch.equal(model.generate(ids, max_new_tokens=6, do_sample=False), mine)
+    model.train()
+    loss = model(ids, labels=ids).loss
+    loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_the_model_can_be_used_by_other_threads_while_the_pipeline_runs() -> None:
+    model = tiny_model()
+    ids = torch.tensor([tiny_prompts(1, min_length=20)[0]])
+    with torch.no_grad():
+        logits = model(ids).logits
+    mine = model.generate(ids, max_new_tokens=6, do_sample=False)
+    with llmopt.build(model, block_size=4) as pipe:
+        handles = [pipe.submit([5, 6 + i], max_new_tokens=200, ignore_eos=True) for i in range(4)]
+        rounds = 0
+        while not all(h.is_finished for h in handles):
+            with torch.no_grad():
+                assert torch.equal(model(ids).logits, logits)
+            assert torch.equal(model.generate(ids, max_new_tokens=6, do_sample=False), mine)
+            rounds += 1
+        assert rounds > 1
+        assert len({len(h.result().token_ids) for h in handles}) == 1
+
+
+def test_a_crowd_larger_than_pool_and_slots_ends() -> None:
+    with build_tiny(plugins=["paged_kv"], block_size=4, max_num_requests=5, pool_bytes=pool_bytes(30, 4),
+                    max_model_len=100) as pipe:  # fmt: skip
+        outputs = pipe.batch(tiny_prompts(60, max_length=40), max_new_tokens=20, ignore_eos=True, progress=False)
+        assert [len(o.token_ids) for o in outputs] == [20] * 60
+        assert_idle(pipe)
