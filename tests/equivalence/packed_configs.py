@@ -1,7 +1,7 @@
-"""Tiny models of every decoder-only type that the engine runs packed, and of types that it leaves to the model's own loop.
+"""Tiny models of the decoder-only types that the engine runs packed.
 
-Sizes are as small as a type allows, and chosen so that mistakes show: head_dim is not hidden_size / num_heads, windows are
-shorter than the prompts, experts have a shared bias. Weights are drawn anew, so that greedy output is varied.
+Sizes are as small as a type allows, and chosen so that mistakes show: head_dim is not hidden_size / num_heads, and
+windows are shorter than the prompts. Weights are drawn anew, so that greedy output is varied and depends on attention.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ _LATENT: dict[str, Any] = {  # latent attention: heads are made of a compressed 
     "head_dim": 4,
     "num_key_value_heads": 4,
 }
+_BERT: dict[str, Any] = {"is_decoder": True, **_PLAIN_HEADS}
 _GPT: dict[str, Any] = {
     "n_embd": 32,
     "n_layer": 3,
@@ -66,7 +67,7 @@ _GPT: dict[str, Any] = {
     "n_positions": 256,
     "n_ctx": 256,
     "rotary_dim": 4,
-    **{name: LEAVE_OUT for name in ("head_dim", "num_key_value_heads", "intermediate_size")},
+    **dict.fromkeys(("head_dim", "num_key_value_heads", "intermediate_size"), LEAVE_OUT),
 }
 
 PACKED_CONFIGS: dict[str, dict[str, Any]] = {
@@ -77,18 +78,34 @@ PACKED_CONFIGS: dict[str, dict[str, Any]] = {
     "aria_text": _EXPERTS,
     "axk1": _LATENT,
     "beam": {**_EXPERTS, **_SLIDING},
+    "bert": _BERT,
+    "bert-generation": _BERT,
     "biogpt": _PLAIN_HEADS,
     "bitnet": _PLAIN_HEADS,
+    "camembert": _BERT,
     "codegen": _GPT,
     "cohere": {},
     "cohere2": _MIXED,
     "cohere2_moe": {**_EXPERTS, **_MIXED},
     "ctrl": {"n_embd": 32, "dff": 48, "n_layer": 3, "n_head": 4, "n_positions": 256},
     "cwm": _SLIDING,
+    "data2vec-text": _BERT,
+    "dbrx": {
+        "d_model": 32,
+        "n_heads": 4,
+        "n_layers": 3,
+        "max_seq_len": 256,
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
+        **dict.fromkeys(("hidden_size", "num_hidden_layers", "num_attention_heads"), LEAVE_OUT),
+        **dict.fromkeys(("num_key_value_heads", "head_dim", "intermediate_size"), LEAVE_OUT),
+    },
     "deepseek_v2": _LATENT,
     "deepseek_v3": _LATENT,
     "diffllama": {},
     "dots1": {**_GROUPED, **_MIXED, "n_group": 1},
+    "electra": _BERT,
+    "ernie": _BERT,
     "ernie4_5": {},
     "ernie4_5_moe": _EXPERTS,
     "exaone": {},
@@ -172,6 +189,9 @@ PACKED_CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 16},
     "qwen3": _HALF,
     "qwen3_moe": {**_EXPERTS, **_HALF},
+    "roberta": _BERT,
+    "roberta-prelayernorm": _BERT,
+    "roc_bert": _BERT,
     "sarvam_mla": _LATENT,
     "sarvam_moe": _EXPERTS,
     "seed_oss": {},
@@ -180,6 +200,9 @@ PACKED_CONFIGS: dict[str, dict[str, Any]] = {
     "stablelm": _PLAIN_HEADS,
     "starcoder2": _SLIDING,
     "vaultgemma": {**_MIXED, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 1.0},
+    "xlm-roberta": _BERT,
+    "xlm-roberta-xl": _BERT,
+    "xmod": {**_BERT, "languages": ["en"], "default_language": "en"},
     "youtu": _LATENT,
 }
 """Model type -> fields beside BASE."""
@@ -192,7 +215,11 @@ _DRAWS: dict[str, dict[str, Any]] = {
     "gemma3_text": _SMALL_EMBEDDINGS,
     "gemma4_unified_text": _SMALL_EMBEDDINGS,
     "gpt_neox": {"seed": 5},
+    "bert": {"seed": 2},
+    "jais2": {"seed": 2},
+    "opt": {"seed": 2},
     "vaultgemma": _SMALL_EMBEDDINGS,
+    "xmod": {"seed": 4},
 }
 
 

@@ -1,19 +1,17 @@
-"""Types of models that run packed give the tokens of `model.generate`, whatever the batch, the chunks and the blocks."""
+"""Models that run packed give the tokens of `model.generate`, whatever the batch, the chunks and the blocks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from llmopt import build
 from llmopt.pipeline import InferencePipeline
 from llmopt.testing.identity import left_padded
-from tests.equivalence.packed_configs import PACKED_CONFIGS, WINDOW, tiny_packed_model
+from tests.equivalence.packed_configs import PACKED_CONFIGS, tiny_packed_model
 
 NUM_NEW = 14
 PROMPTS = [  # ragged; longer and shorter than a window, a block and a chunk
