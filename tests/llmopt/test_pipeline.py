@@ -67,18 +67,9 @@ def failing(stage: str, name: str = "bad", after: int = 0, *, late: bool = False
 
 
 STEP_STAGES = [
-    "schedule",
-    "lookup",
-    "allocate",
-    "propose",
-    "constrain",
-    "exchange",
-    "adapt",
-    "execute",
-    "verify",
-    "commit",
-    "detokenize",
-]
+    "schedule", "lookup", "allocate", "propose", "constrain", "exchange",
+    "adapt", "execute", "verify", "commit", "detokenize",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("stage", STEP_STAGES)

@@ -37,7 +37,7 @@ def poison(pipe: InferencePipeline) -> None:
 
 def truth(model: Any, prompt: list[int], new: int) -> list[int]:
     """The ids of the model's own loop."""
-    out = model.generate(torch.tensor([prompt]), max_new_tokens=new, min_new_tokens=new, do_sample=False)
+    out = model.generate(torch.tensor([prompt]), max_new_tokens=new, eos_token_id=-1, do_sample=False)
     ids: list[int] = out[0, len(prompt) :].tolist()
     return ids
 
