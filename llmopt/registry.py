@@ -6,6 +6,7 @@ import difflib
 import importlib
 import inspect
 import logging
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
@@ -342,7 +343,8 @@ class Registry:
     def blame(self, error: BaseException) -> tuple[str | None, str]:
         """Find the stage and the plugin in which an exception was raised: ``(stage or None, plugin or "baseline")``.
 
-        Walks the traceback: the first frame of a stage object names the stage, the innermost one the plugin.
+        Walks the traceback: the first frame of a stage object names the stage, the innermost one the plugin. A frame
+        from the file of a plugin counts as well, for objects that its stages hand out, such as a `LogitsMask`.
         """
         owner_of: dict[int, tuple[str, str]] = {}
         for chain in self.chains.values():
@@ -350,6 +352,7 @@ class Registry:
                 owner_of[id(made)] = (chain.stage, owner)
                 if code := getattr(made, "__code__", None):
                     owner_of[id(code)] = (chain.stage, owner)
+        files = self._files()
         stage, plugin = None, "baseline"
         trace = error.__traceback__
         while trace is not None:
@@ -357,5 +360,16 @@ class Registry:
             found = owner_of.get(id(frame.f_code)) or owner_of.get(id(frame.f_locals.get("self")))
             if found is not None:
                 stage, plugin = stage or found[0], found[1]
+            elif frame.f_code.co_filename in files:
+                plugin = files[frame.f_code.co_filename]
             trace = trace.tb_next
         return stage, plugin
+
+    def _files(self) -> dict[str, str]:
+        """Source file -> plugin, for files that hold one plugin of this pipeline."""
+        names: dict[str, list[str]] = {}
+        for plugin in self.plugins:
+            file = getattr(sys.modules.get(type(plugin).__module__), "__file__", None)
+            if file is not None:
+                names.setdefault(file, []).append(info_of(plugin).name)
+        return {file: owners[0] for file, owners in names.items() if len(owners) == 1}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, EntryPoints
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -411,6 +413,34 @@ def test_blame_finds_the_plugin_behind_methods_and_deep_calls(plugin: Any) -> No
         (output,) = pipe.batch([{"prompt": [5, 6], "request_id": "x"}], max_new_tokens=4, progress=False)
     assert "stage 'schedule'" in str(output.error)
     assert f"plugin {plugin.info.name!r}" in str(output.error)
+
+
+GRAMMAR = """
+from llmopt import PluginInfo, hookimpl
+
+class Mask:
+    def apply(self, logits):
+        raise SyntaxError("by design")
+
+class Grammar:
+    info = PluginInfo(name="grammar", layer="application", promise="exact")
+
+    @hookimpl
+    def llmopt_replace_constrain(self):
+        return lambda batch, drafts: Mask()
+"""
+
+
+def test_blame_finds_the_plugin_behind_an_object_that_its_stage_handed_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "made_up_grammar.py").write_text(GRAMMAR)
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("made_up_grammar")
+    with llmopt.build(MODEL, [module.Grammar(), "paged_kv"]) as pipe:
+        (output,) = pipe.batch([[5, 6]], max_new_tokens=4, progress=False)
+    assert "plugin 'grammar'" in str(output.error)
+    assert "stage 'verify'" in str(output.error)  # where the mask is applied
 
 
 @pytest.mark.parametrize("stage", ["tokenize", "encode_media", "admit"])
