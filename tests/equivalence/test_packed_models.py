@@ -26,7 +26,7 @@ SAMPLING = ({"temperature": 0.8, "top_p": 0.9, "top_k": 20}, {"temperature": 1.3
 
 def generate(model: Any, **options: Any) -> Tensor:
     """New tokens ``[B, NUM_NEW]`` of a model or a pipeline."""
-    out = model.generate(IDS, attention_mask=MASK, max_new_tokens=NUM_NEW, **{"do_sample": False, **options})
+    out = model.generate(IDS, attention_mask=MASK, **{"max_new_tokens": NUM_NEW, "do_sample": False, **options})
     new: Tensor = out[:, IDS.shape[1] :]
     return new
 
