@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
@@ -23,7 +24,6 @@ from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREF
 from llmopt.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
-    import numpy as np
     from transformers import Cache, PreTrainedModel
 
     from llmopt.batch import Batch
@@ -86,11 +86,19 @@ class PaddedCall:
         return self.token_types[list(rows)]
 
     def forward(self, model: PreTrainedModel, cache: Cache) -> Tensor:
-        """Run the prompts; the logits after the last token of each row: ``[B, vocab]``."""
+        """Run the prompts; the logits after the last token of each row: ``[B, vocab]``.
+
+        :raises UnsupportedModelError: the model moves the positions, so it is unknown where decodes go on.
+        """
         generative = cast("Any", model)
         inputs = generative.prepare_inputs_for_generation(
             self.input_ids, is_first_iteration=True, cache=cache, **self.inputs
         )
+        given, used = self.inputs.get("position_ids"), inputs.get("position_ids")
+        if given is not None and used is None:  # the model counts columns, pads included
+            self.offsets = self.width - np.array([self.lengths])
+        elif given is not None and not torch.equal(used.cpu(), given.cpu()):
+            raise UnsupportedModelError(f"{type(model).__name__} changes the positions that generate gives it")
         logits: Tensor = model(**inputs, return_dict=True).logits[:, -1]
         return logits
 

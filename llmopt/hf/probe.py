@@ -55,6 +55,7 @@ def probe_layers(model: PreTrainedModel, capabilities: Capabilities) -> None:
         inputs["position_ids"] = torch.arange(3, device=device)[None]
     switch = AttentionSwitch(model)
     cache = EngineCache(text_config(model), step)
+    _check_positions(model, cache, inputs)
     states = RowStates(model, cache)
     try:
         with switch(step), states.forward([0], is_prompt=True):
@@ -76,6 +77,22 @@ def probe_layers(model: PreTrainedModel, capabilities: Capabilities) -> None:
         raise UnsupportedModelError("its layers do not store their states in the cache they are given")
     if step.shapes and step.num_attention_calls == 0:
         raise UnsupportedModelError("its layers do not call the attention function that its config names")
+
+
+def _check_positions(model: Any, cache: EngineCache, inputs: dict[str, Any]) -> None:
+    """Raise for a model whose `generate` gives its forward other positions than 0, 1, 2, ...: no forward shows that."""
+    given = inputs.get("position_ids")
+    prepared = model.prepare_inputs_for_generation(
+        inputs["input_ids"],
+        position_ids=given,
+        attention_mask=None,
+        cache=cache,
+        use_cache=True,
+        is_first_iteration=False,
+    )
+    used = prepared.get("position_ids")
+    if given is not None and used is not None and not torch.equal(used, given):
+        raise UnsupportedModelError(f"{type(model).__name__} changes the positions that generate gives it")
 
 
 @torch.no_grad()

@@ -219,6 +219,45 @@ def test_rows_start_in_one_step_whatever_the_budget_and_beside_others() -> None:
     ).tolist()
 
 
+class _MovedPositions(LlamaForCausalLM):
+    """Counts from 1."""
+
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        inputs: dict[str, Any] = super().prepare_inputs_for_generation(*args, **kwargs)
+        return {**inputs, "position_ids": inputs["position_ids"] + 1}
+
+
+class _OwnPositions(LlamaForCausalLM):
+    """Counts columns, pads included."""
+
+    def prepare_inputs_for_generation(
+        self, *args: Any, inputs_embeds: Tensor | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        inputs: dict[str, Any] = super().prepare_inputs_for_generation(*args, inputs_embeds=inputs_embeds, **kwargs)
+        return {**inputs, "position_ids": None}
+
+
+def test_a_model_that_moves_the_positions_is_left_to_its_own_loop() -> None:
+    model = tiny_llama()
+    model.__class__ = _MovedPositions
+    pipe = llmopt.build(model, block_size=4)
+    assert "changes the positions" in str(pipe.why_not)
+
+
+def test_positions_that_count_pads_go_on_after_them() -> None:
+    model = tiny_llama()
+    model.__class__ = _OwnPositions
+    pipe = llmopt.build(model, block_size=4)
+    assert_same(model, pipe, embedded(model), do_sample=False)
+    requests = _requests(embedded(model))
+    for request in requests:
+        pipe.add(request)
+    pipe.advance()
+    assert requests[0].media.call.offsets.tolist() == [[2, 5, 8, 0]]
+    for request in requests:
+        pipe.abort(request)
+
+
 def test_a_wrong_prompt_raises_what_generate_raises() -> None:
     model, inputs = media_model("llava")
     pipe = llmopt.build(model, block_size=4)
