@@ -67,5 +67,6 @@ def core(requested: str | None = None) -> ModuleType | None:
 
 @functools.cache
 def log_fallback(op: str, reason: str) -> None:
-    """Log once per op and reason that the torch reference is used."""
-    logger.info("%s runs on the torch reference: %s", op, reason)
+    """Log once per op and reason that the torch reference is used: a warning when the extension could not be loaded."""
+    level = logging.WARNING if reason == _import_core()[1] else logging.INFO
+    logger.log(level, "%s runs on the torch reference: %s", op, reason)

@@ -182,19 +182,24 @@ class NativePagedAttention(PagedAttention):
         self._plan.update(block_tables, seq_lens, cu_seqlens_q, slot_mapping)
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
-        key, value = self._ready(key), self._ready(value)
+        key_token_stride, key_head_stride, key_last_stride = key.stride()
+        value_token_stride, value_head_stride, value_last_stride = value.stride()
+        dtype = self._dtype
+        if key_last_stride != 1 or value_last_stride != 1 or key.dtype is not dtype or value.dtype is not dtype:
+            key, value = self._ready(key), self._ready(value)
+            key_token_stride, key_head_stride, _ = key.stride()
+            value_token_stride, value_head_stride, _ = value.stride()
         num_tokens, num_heads, head_dim = key.shape
-        if value.shape[:2] != key.shape[:2]:
+        num_tokens_v, num_heads_v, head_dim_v = value.shape
+        if num_tokens_v != num_tokens or num_heads_v != num_heads:
             raise ValueError(f"key is {tuple(key.shape)} but value is {tuple(value.shape)}; both are [T, Hkv, ...].")
-        key_token_stride, key_head_stride, _ = key.stride()
-        value_token_stride, value_head_stride, _ = value.stride()
         self._write_kv(
             self._plan,
             self._layers[layer],
             num_tokens,
             num_heads,
             head_dim,
-            value.shape[2],
+            head_dim_v,
             key.data_ptr(),
             key_token_stride,
             key_head_stride,
