@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from llmopt import baseline
@@ -14,7 +13,8 @@ from llmopt.config import PipelineConfig
 from llmopt.errors import MemoryBudgetError, ModelError, UnsupportedModelError
 from llmopt.hf.capabilities import Capabilities, inspect_model
 from llmopt.hf.generate import Generate
-from llmopt.hf.probe import probe_layers, self_test
+from llmopt.hf.probe import probe_layers
+from llmopt.hf.self_test import self_test
 from llmopt.hookspecs import STAGES
 from llmopt.kv_cache import KVCache
 from llmopt.pipeline import InferencePipeline
@@ -52,7 +52,7 @@ def build(
     :raises MemoryBudgetError: the memory for KV cannot hold one sequence.
     """
     registry = Registry(plugins)
-    settings = registry.configure((config or PipelineConfig()).with_options(**options))
+    settings = (config or PipelineConfig()).with_options(**options)
     if isinstance(model, (str, os.PathLike)):
         from llmopt.hub import load
 
@@ -74,17 +74,17 @@ class _Builder:
         self.registry = registry
         self.config = config
         self.context = BuildContext(model=_unwrap(model), tokenizer=tokenizer)
-        self.plain = SimpleNamespace()  # the baseline stages
         self.notes: list[str] = []
 
     def build(self) -> InferencePipeline:
-        context, config = self.context, self.config
+        context = self.context
+        self.registry.check_available(context)
+        config = self.config = self.registry.configure(self.config)
         machine: Machine = self._stage("probe", lambda: baseline.BaselineProbe(context.model.device))()
         context.machine = machine
         context.model = self._stage("place", baseline.BaselinePlace)(context.model, machine)
         context.model = self._stage("shard", baseline.BaselineShard)(context.model)
         capabilities = context.capabilities = inspect_model(context.model)
-        self.registry.check_available(context)
         if capabilities.why_not is None:
             try:
                 probe_layers(context.model, capabilities)
@@ -92,13 +92,15 @@ class _Builder:
                     raise UnsupportedModelError("recurrent states cannot be rewound, so drafts cannot be verified")
             except UnsupportedModelError as error:
                 capabilities.why_not = str(error)
+        if capabilities.why_not is not None:
+            self.registry.refuse_without_engine(capabilities.why_not)
         pipeline = InferencePipeline()
         pipeline.notes = self.notes
         pipeline.registry, pipeline.config, pipeline.machine = self.registry, config, machine
         pipeline.model, pipeline.tokenizer, pipeline.capabilities = context.model, context.tokenizer, capabilities
-        pipeline.baseline = self.plain
+        pipeline.baseline = context.baseline
         pipeline.why_not = capabilities.why_not
-        pipeline.max_model_len = 0
+        pipeline.max_model_len = pipeline.max_num_requests = 0
         pipeline.generate = Generate(pipeline)
         if pipeline.why_not is None:
             self._build_engine(pipeline, capabilities, machine)
@@ -106,7 +108,10 @@ class _Builder:
             if hasattr(context.stages, stage):
                 setattr(pipeline, stage, getattr(context.stages, stage))
         if pipeline.why_not is None and config.kernel.self_test:
-            pipeline.why_not = capabilities.why_not = self_test(pipeline)
+            reason = pipeline.why_not = capabilities.why_not = self_test(pipeline)
+            if reason is not None:
+                self.registry.refuse_without_engine(reason)
+                pipeline.kv_cache.layers.clear()
         return pipeline
 
     def _build_engine(self, pipeline: InferencePipeline, capabilities: Capabilities, machine: Machine) -> None:
@@ -153,13 +158,13 @@ class _Builder:
         for stage in STAGES:
             if stage in make:
                 self._stage(stage, make[stage])
-        pipeline.max_model_len = context.max_model_len
+        pipeline.max_model_len, pipeline.max_num_requests = context.max_model_len, max_num_requests
         pipeline.block_pool, pipeline.kv_cache, pipeline.queue = pool, kv, queue
         pipeline.batch_builder = builder
 
     def _stage(self, name: str, make: Callable[[], Any]) -> Any:
         plain = make()
-        setattr(self.plain, name, plain)
+        setattr(self.context.baseline, name, plain)
         return self.registry.build_stage(name, plain, self.config, self.context)
 
     def _num_slots(self, capabilities: Capabilities, budget: int) -> int:

@@ -73,6 +73,7 @@ class BuildContext:
     queue: RequestQueue | None = None  # before lookup
     max_model_len: int = 0  # before lookup: longest sequence, prompt included
     stages: SimpleNamespace = field(default_factory=SimpleNamespace)  # stages built so far, by name
+    baseline: SimpleNamespace = field(default_factory=SimpleNamespace)  # their plain forms, by name
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +238,8 @@ class Registry:
     def check_available(self, context: BuildContext) -> None:
         """Refuse plugins that this device or model cannot run; with ``"auto"``, leave them out.
 
-        A plugin may have ``why_unavailable(context) -> str | None`` beside what its info declares.
+        A plugin may have ``why_unavailable(context) -> str | None`` beside what its info declares. Only model and
+        tokenizer are in the context: this is asked before anything is configured or built.
 
         :raises PluginUnavailableError: says what the plugin needs and what was found.
         """
@@ -261,6 +263,24 @@ class Registry:
                     f'plugin {info.name!r} {reason}. Remove it, or use plugins="auto" to skip what cannot run here.'
                 )
             self._leave_out(plugin, reason)
+
+    def refuse_without_engine(self, why_not: str) -> None:
+        """Refuse plugins that would do nothing because the model runs through its own `generate`.
+
+        :raises PluginUnavailableError: names them and the reason; with ``"auto"`` they are left out.
+        """
+        engine = [s for s in hookspecs.STAGES if s not in ("probe", "place", "shard")]
+        hooks = [f"llmopt_{verb}_{stage}" for stage in engine for verb in ("replace", "wrap")]
+        idle = [p for p in self.plugins if any(hasattr(p, hook) for hook in hooks)]
+        if idle and not self.auto:
+            names = ", ".join(repr(info_of(p).name) for p in idle)
+            raise PluginUnavailableError(
+                f"plugins {names} would do nothing: the engine cannot run this model, because {why_not}. Build without "
+                "them; `generate` then goes through the model's own loop."
+            )
+        for plugin in idle:
+            if info_of(plugin).name not in self.left_out:
+                self._leave_out(plugin, f"would do nothing: the engine cannot run this model, because {why_not}")
 
     def _leave_out(self, plugin: Any, reason: str) -> None:
         """Drop a plugin that "auto" chose, and those that require it."""

@@ -1,13 +1,11 @@
-"""Two short forwards while a pipeline is built: one to learn what layers store, one to see that the engine is right."""
+"""A short forward while a pipeline is built, to learn what each layer stores and how it calls attention."""
 
 from __future__ import annotations
 
-import inspect
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from llmopt.errors import UnsupportedModelError
@@ -16,20 +14,16 @@ from llmopt.hf.cache import EngineCache
 from llmopt.hf.capabilities import input_device, text_config
 from llmopt.hf.rows import RowStates
 from llmopt.hf.step import ProbeStep
-from llmopt.request import Request, RequestStatus, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from llmopt.hf.capabilities import Capabilities
-    from llmopt.pipeline import InferencePipeline
 
 _MAX_POSITIONS = 1 << 20  # masks are compared up to here
-# Relative error of logits that the engine may show: rounding in another order, nothing more.
-_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
 
 
-def _ids(model: PreTrainedModel, vocab_size: int, count: int, seed: int) -> np.ndarray:
+def random_ids(model: PreTrainedModel, vocab_size: int, count: int, seed: int) -> np.ndarray:
     """Random ids that stand for text, not for images and the like."""
     special = {v for k, v in vars(model.config).items() if k.endswith("token_id") and isinstance(v, int)}
     ids = np.random.default_rng(seed).integers(0, vocab_size, size=4 * count)
@@ -49,7 +43,7 @@ def probe_layers(model: PreTrainedModel, capabilities: Capabilities) -> None:
     step = ProbeStep(windows, num_positions)
     device = input_device(model)
     inputs: dict[str, Any] = {
-        "input_ids": torch.from_numpy(_ids(model, capabilities.vocab_size, 3, 0)).to(device)[None]
+        "input_ids": torch.from_numpy(random_ids(model, capabilities.vocab_size, 3, seed=0)).to(device)[None]
     }
     if capabilities.takes_position_ids:
         inputs["position_ids"] = torch.arange(3, device=device)[None]
@@ -93,82 +87,3 @@ def _check_positions(model: Any, cache: EngineCache, inputs: dict[str, Any]) -> 
     used = prepared.get("position_ids")
     if given is not None and used is not None and not torch.equal(used, given):
         raise UnsupportedModelError(f"{type(model).__name__} changes the positions that generate gives it")
-
-
-@torch.no_grad()
-def self_test(pipeline: InferencePipeline) -> str | None:
-    """Compare the engine's logits with the model's plain forward on two ragged prompts.
-
-    Prefills one prompt, then decodes it while the other arrives. Returns the reason for not using the engine, or None.
-    """
-    model, capabilities = pipeline.model, pipeline.capabilities
-    length = min(7, pipeline.max_model_len - 2)
-    if length < 2:
-        return None
-    prompts = [_ids(model, capabilities.vocab_size, n, n) for n in (length, max(2, length - 3))]
-    requests = [
-        Request(f"self-test-{i}", p.tolist(), SamplingParams(), max_len=len(p), wants_text=False)
-        for i, p in enumerate(prompts)
-    ]
-    first, second = requests
-    first.num_tokens = length - 1  # the last token comes as a decode
-    wanted = {r: _plain_logits(model, p) for r, p in zip(requests, prompts, strict=True)}
-    got: dict[Request, Tensor] = {}
-    training = model.training
-    try:
-        model.eval()
-        for present in ([first], [first, second]):
-            for request in present:
-                if request.status is RequestStatus.WAITING:
-                    pipeline.queue.add(request)
-            while any(r.num_computed_tokens < r.num_tokens for r in present):  # a small budget takes several steps
-                batch = pipeline.schedule(pipeline.queue)
-                if batch is None and len(present) == 2 and first.num_computed_tokens == length:
-                    pipeline.queue.remove(first)  # a pool for one request: the other takes its place
-                    pipeline.allocate.free(first)
-                    present = [second]
-                    continue
-                if batch is None:
-                    return "the scheduler does not start the self-test's requests"
-                logits = pipeline.execute(batch, None)
-                for row, request in enumerate(batch.logits_requests):
-                    got[request] = logits[row].clone()
-                for request, count in zip(batch.requests, batch.num_scheduled.tolist(), strict=True):
-                    request.num_computed_tokens += count
-            first.num_tokens = length
-    except Exception as error:
-        return f"its self-test fails ({type(error).__name__}: {error})"
-    finally:
-        model.train(training)
-        for request in requests:
-            pipeline.queue.remove(request)
-            pipeline.allocate.free(request)
-            request.finish("abort")
-    tolerance = _TOLERANCE.get(model.dtype, 0.1)
-    for request in requests:
-        if request not in got:
-            return "the scheduler does not finish the self-test's prompts"
-        expected = wanted[request]
-        distance = float((got[request] - expected).norm() / expected.norm().clamp_min(1e-6))
-        if not distance <= tolerance:
-            return f"its logits differ from the plain forward's by {distance:.2g} of their size in the self-test"
-    return None
-
-
-def _plain_logits(model: PreTrainedModel, ids: np.ndarray) -> Tensor:
-    """Logits after the last id, from the model alone: ``[vocab]`` float32."""
-    device = input_device(model)
-    training = model.training
-    model.eval()
-    try:
-        inputs = {"input_ids": torch.from_numpy(ids).to(device)[None]}
-        parameters = inspect.signature(model.forward).parameters
-        if "attention_mask" in parameters:
-            inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-        if "position_ids" in parameters:  # `generate` gives them; by itself a model may count otherwise
-            inputs["position_ids"] = torch.arange(len(ids), device=device)[None]
-        output = model(**inputs, use_cache=False, return_dict=True)
-    finally:
-        model.train(training)
-    logits: Tensor = output.logits[0, -1].float()
-    return logits
