@@ -67,6 +67,7 @@ class InferencePipeline:
     capabilities: Capabilities
     why_not: str | None  # why the engine cannot run this model; None when it can
     max_model_len: int  # longest sequence, prompt included
+    max_num_requests: int  # requests that run at once; fewer than configured when recurrent states would not fit
     baseline: SimpleNamespace  # the plain stages, by name
     queue: RequestQueue
     block_pool: BlockPool

@@ -41,6 +41,9 @@ PROMPT_INPUTS = frozenset(
         "image_grid_thw",
         "video_grid_thw",
         "second_per_grid_ts",
+        "spatial_shapes",
+        "feature_attention_mask",
+        "audio_feature_lengths",
     }
 )
 

@@ -203,7 +203,7 @@ class PreparedCall:
         needed = sum(self.pipeline.allocate.num_blocks_ever(r) for r in requests)
         if needed > self.pipeline.block_pool.num_blocks:
             return f"rows that advance together need more than the pool's {self.pipeline.block_pool.num_blocks} blocks"
-        limit = self.pipeline.config.scheduling.max_num_requests
+        limit = self.pipeline.max_num_requests
         if len(requests) > limit:
             return f"more rows must advance together than max_num_requests={limit}"
         return None

@@ -42,7 +42,7 @@ def assert_whole(pipeline: InferencePipeline) -> None:
     :param pipeline: built with a pool that holds one sequence of full length and no more.
     """
     pipeline.block_pool.check()
-    limit = pipeline.config.scheduling.max_num_requests
+    limit = pipeline.max_num_requests
     free = len(pipeline.queue.free_slots)
     assert free == limit, f"{limit - free} slots are not given back"
     length = pipeline.max_model_len

@@ -15,7 +15,7 @@ from llmopt.batch_builder import BatchBuilder
 from llmopt.errors import MemoryBudgetError, UnsupportedModelError
 from llmopt.hf.rows import RowStates, split_rows, take_rows
 from llmopt.request import Request, SamplingParams
-from tests.equivalence.test_hybrid_models import hybrid_model
+from tests.equivalence.test_hybrid_models import hybrid_model, left_padded
 
 
 def _request(name: str, num_tokens: int, num_computed: int, slot: int) -> Request:
@@ -163,6 +163,17 @@ def test_attributes_of_modules_are_states_and_are_given_back() -> None:
     assert module.conv1d_state is None
     with states.forward([1, 0], is_prompt=False):
         assert module.conv1d_state.tolist() == [[1.0, 1.0], [0.0, 0.0]]
+
+
+def test_rows_that_must_advance_together_fit_the_memory_for_states_or_fall_back() -> None:
+    model = hybrid_model("falcon_h1")
+    per_request = 2 * llmopt.build(model).capabilities.state_bytes
+    pipe = llmopt.build(model, block_size=4, pool_bytes=2 * 3 * per_request)
+    assert pipe.max_num_requests == 3
+    pipe.generate(**left_padded(), max_new_tokens=2, do_sample=True)
+    assert pipe.generate.fall_backs == {"more rows must advance together than max_num_requests=3": 1}
+    pipe.generate(**left_padded(), max_new_tokens=2, do_sample=False)  # in turns
+    assert sum(pipe.generate.fall_backs.values()) == 1
 
 
 def test_running_requests_are_limited_by_the_memory_for_states() -> None:
