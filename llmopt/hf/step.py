@@ -248,7 +248,7 @@ class ProbeStep:
             raise UnsupportedModelError(f"its mask cannot be computed ({type(error).__name__}: {error})") from error
         if not is_same:
             told = _window_name(sliding_window)
-            self.refuse(f"its mask is not the causal one with {told}, which the attention function is told of")
+            self.refuse(f"its mask is another than its attention function is told: causal, {told}")
         self._compared.add((id(mask), sliding_window))
 
     def refuse(self, why: str) -> NoReturn:

@@ -13,7 +13,7 @@ from tests.equivalence.packed_configs import BASE, LEAVE_OUT, WINDOW, vary
 _INTERFACE = "attention interface"
 _LAYERS = "layers of type"
 _OWN = "overrides _update_model_kwargs_for_generation"
-_MASK = "its mask is not"
+_MASK = "its mask is another than its attention function is told"
 _CROSS = "encoder-decoder"
 
 _NO_BASE: dict[str, Any] = dict.fromkeys(
@@ -78,7 +78,7 @@ OWN_LOOP_CONFIGS: dict[str, OwnLoop] = {
     "deepseek_v4": OwnLoop(_LAYERS, {**_EXPERTS, "q_lora_rank": 16, "o_lora_rank": 16}),
     "doge": OwnLoop("a mask that depends on more than positions", {"sliding_window": WINDOW}),
     "falcon": OwnLoop(_INTERFACE, _PLAIN_HEADS),
-    "falcon-alibi": OwnLoop(_INTERFACE, {**_PLAIN_HEADS, "alibi": True}, model_type="falcon"),
+    "falcon-alibi": OwnLoop(_INTERFACE, {**_PLAIN_HEADS, "alibi": True}, "with ALiBi", model_type="falcon"),
     "glm_moe_dsa": OwnLoop(_LAYERS, _INDEXED),
     "gpt_neo": OwnLoop(
         _INTERFACE,

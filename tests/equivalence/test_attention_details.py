@@ -101,7 +101,7 @@ def test_an_attention_argument_that_the_engine_does_not_know_is_refused(monkeypa
 
 def test_attention_that_looks_ahead_is_refused() -> None:
     model: Any = tiny_packed_model("llama", is_causal=False)
-    assert_refused(build(model), model, "its mask is not the causal one")
+    assert_refused(build(model), model, "its mask is another than its attention function is told")
 
 
 def test_a_window_that_attention_is_not_told_of_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +122,7 @@ def test_a_window_that_attention_is_not_told_of_is_refused(monkeypatch: pytest.M
         return call
 
     monkeypatch.setattr(interface, forgetful)
-    assert_refused(build(model), model, "its mask is not the causal one with no window")
+    assert_refused(build(model), model, "its mask is another than its attention function is told: causal, no window")
 
 
 def test_a_window_as_long_as_the_context_is_none() -> None:
