@@ -11,7 +11,7 @@ import torch
 from transformers import DynamicCache, GenerationMixin, StaticCache
 
 from llmopt.errors import InvalidPromptError
-from tests.llmopt.hf.tiny import EOS, PAD, VOCAB, Pair, left_padded, prompts, tiny_gpt2, tiny_llama
+from tests.llmopt.hf.tiny import PAD, VOCAB, Pair, left_padded, prompts, tiny_gpt2, tiny_llama
 
 NEW = {"max_new_tokens": 12, "eos_token_id": None}
 
@@ -124,13 +124,24 @@ def test_no_prompt_and_no_bos_is_transformers_error() -> None:
     assert "bos_token_id" in str(result)
 
 
-def test_an_empty_prompt_does_what_transformers_does(pair: Pair) -> None:
-    pair.same(torch.empty(1, 0, dtype=torch.long), max_new_tokens=4)
+def test_an_empty_prompt_is_transformers_error(pair: Pair) -> None:
+    result, way = pair.same(torch.empty(1, 0, dtype=torch.long), max_new_tokens=4)
+    assert isinstance(result, (RuntimeError, IndexError))
+    assert way == "the prompt is empty"
 
 
-def test_a_mask_that_is_longer_than_the_prompt_does_what_transformers_does(pair: Pair) -> None:
-    _, way = pair.same(input_ids=prompts(), attention_mask=torch.ones(3, 9, dtype=torch.long), **NEW)
-    assert way in ("native", "the attention mask is longer than the prompt", "position_ids do not follow the prompt")
+@pytest.mark.parametrize(
+    ("num_hidden", "way"),
+    [(0, "position_ids do not follow the prompt"), (1, "the attention mask is longer than the prompt")],
+)
+def test_a_mask_that_is_longer_than_the_prompt_does_what_transformers_does(
+    pair: Pair, num_hidden: int, way: str
+) -> None:
+    mask = torch.ones(3, 9, dtype=torch.long)
+    mask[0, :num_hidden] = 0
+    result, found = pair.same(input_ids=prompts(), attention_mask=mask, **NEW)
+    assert found == way
+    assert result.shape == (3, 19)
 
 
 @pytest.mark.parametrize("dims", [3, 4])
@@ -293,7 +304,14 @@ def test_generate_works_in_inference_mode_and_under_autocast(pair: Pair) -> None
 
 
 def test_eos_is_the_models_own_where_none_is_given(pair: Pair) -> None:
-    result, way = pair.same(**left_padded(), max_new_tokens=60)
+    endless = pair.pipe.generate(**left_padded(), **{**NEW, "max_new_tokens": 40})
+    chosen = int(endless[1, 10])
+    kept = pair.model.generation_config.eos_token_id
+    pair.model.generation_config.eos_token_id = chosen
+    try:
+        result, way = pair.same(**left_padded(), max_new_tokens=40)
+    finally:
+        pair.model.generation_config.eos_token_id = kept
     assert way == "native"
-    ended = (result[:, 7:] == EOS).any(-1)
-    assert pair.model.config.model_type == "gpt2" or bool(ended.any())
+    first = endless[1, 7:].tolist().index(chosen)
+    assert result[1, 7 + first :].tolist() == [chosen] + [PAD] * (result.shape[1] - 8 - first)
