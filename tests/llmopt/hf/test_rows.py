@@ -126,20 +126,18 @@ def test_a_slot_given_to_a_new_request_forgets_the_old_one() -> None:
 
 def test_a_failed_forward_leaves_nothing_live() -> None:
     states, layer = _states()
-    _prompt(states, layer, 0, 1.0)
-    _prompt(states, layer, 1, 2.0)
+    for slot in (0, 1, 2):
+        _prompt(states, layer, slot, float(slot))
 
     def fail() -> None:
-        with states.forward([1], is_prompt=False):
+        with states.forward([0, 1], is_prompt=False):
             layer.conv_states[0].fill_(99.0)
             raise RuntimeError
 
     with pytest.raises(RuntimeError):
         fail()
-    _prompt(states, layer, 0, 3.0)
-    _prompt(states, layer, 1, 4.0)
-    with states.forward([1, 0], is_prompt=False):
-        assert layer.conv_states[0][:, 0, 0].tolist() == [4.0, 3.0]
+    with states.forward([0, 1], is_prompt=False):
+        assert layer.conv_states[0][:, 0, 0].tolist() == [0.0, 1.0]
 
 
 def test_bytes_of_one_row_do_not_grow_with_the_rows() -> None:
