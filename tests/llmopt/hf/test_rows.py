@@ -128,6 +128,8 @@ def test_a_failed_forward_leaves_nothing_live() -> None:
     states, layer = _states()
     for slot in (0, 1, 2):
         _prompt(states, layer, slot, float(slot))
+    with states.forward([0, 1], is_prompt=False):
+        pass  # from now on these two are live
 
     def fail() -> None:
         with states.forward([0, 1], is_prompt=False):
