@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 import time
@@ -193,6 +194,20 @@ class InferencePipeline:
                 self._listeners[request] = listener
             self._changed.notify_all()
 
+    def add_all(self, requests: Sequence[Request]) -> None:
+        """Put requests into the queue together, before a step sees any of them; or none, when one is refused.
+
+        :raises RequestError: one of them can never run.
+        """
+        with self._lock:
+            try:
+                for request in requests:
+                    self.add(request)
+            except BaseException:
+                for request in requests:
+                    self.abort(request)
+                raise
+
     def abort(self, request: Request | str) -> None:
         """End a request now, wherever it stands; its blocks are free afterwards. Unknown ids are ignored.
 
@@ -216,10 +231,8 @@ class InferencePipeline:
 
         :raises BaseException: the error of the first request that failed; the others are aborted.
         """
+        self.add_all(requests)  # rows which share a prefill are all there when the first one starts
         try:
-            with self._lock:  # so that rows which share a prefill are all there when the first one starts
-                for request in requests:
-                    self.add(request)
             self.wait(lambda: all(r.is_finished for r in requests) or any(r.error is not None for r in requests))
         finally:
             for request in requests:
@@ -298,6 +311,12 @@ class InferencePipeline:
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._serve, name="llmopt-engine", daemon=True)
                 self._thread.start()
+                atexit.register(self._close_at_exit)
+
+    def _close_at_exit(self) -> None:
+        """Stop the thread before the interpreter goes: in the middle of a native call it would abort the process."""
+        if self._thread is not None and self._thread.is_alive():  # not so in a forked child, where it never ran
+            self.close()
 
     def _serve(self) -> None:
         try:
@@ -350,6 +369,7 @@ class InferencePipeline:
                     self.abort(request)
             self._is_closed = True
             self._changed.notify_all()
+        atexit.unregister(self._close_at_exit)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=60.0)
         for chain in self.registry.chains.values():

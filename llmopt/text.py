@@ -140,7 +140,9 @@ def stream(pipeline: InferencePipeline, prompt: Prompt, **options: Any) -> Itera
     if not request.wants_text:
         raise RequestError("a stream needs a tokenizer, and the pipeline has none. Pass tokenizer=... to build.")
     pipeline.add(request)
-    return _pieces(pipeline, request)
+    pieces = _pieces(pipeline, request)
+    next(pieces)  # enters the block that aborts the request when the generator goes, also when it is never read
+    return pieces
 
 
 def _pieces(pipeline: InferencePipeline, request: Request) -> Iterator[str]:
@@ -150,6 +152,7 @@ def _pieces(pipeline: InferencePipeline, request: Request) -> Iterator[str]:
         return len(request.text) > done or request.is_finished
 
     try:
+        yield ""
         while True:
             pipeline.wait(has_news)
             piece = request.text[done:]
@@ -184,18 +187,15 @@ def batch(
                 raise RequestError(f"requests[{number}] is a dict without 'prompt'.")
         prompt = own.pop("prompt")
         made += make_requests(pipeline, prompt, {**options, **own})
-    added: list[Request] = []
+    pipeline.add_all(made)
     try:
-        for request in made:
-            pipeline.add(request)
-            added.append(request)
         with _progress(len(made), progress) as show:
             while any(not r.is_finished for r in made):
                 count = sum(r.is_finished for r in made)
                 pipeline.wait(lambda seen=count: sum(r.is_finished for r in made) > seen)  # type: ignore[misc]
                 show(sum(r.is_finished for r in made), sum(r.num_output_tokens for r in made))
     finally:
-        for request in added:
+        for request in made:
             pipeline.abort(request)
     return [TextOutput.of(r) for r in made]
 

@@ -80,3 +80,19 @@ with llmopt.build(tiny_model()) as pipe:
 
 def test_a_forked_child_starts_a_background_thread_of_its_own() -> None:
     assert run(FORK_AFTER_SUBMIT).strip() == "0"
+
+
+LEAVE_IN_THE_MIDDLE = """
+import time, torch, llmopt
+from llmopt.testing import tiny_model
+torch.set_num_threads(1)
+pipe = llmopt.build(tiny_model(hidden_size=256, intermediate_size=1024, num_hidden_layers=6))
+handle = pipe.submit([1, 2, 3], max_new_tokens=250, ignore_eos=True)
+while pipe.stats()["num_steps"] < 3:
+    time.sleep(0.001)
+print(handle.is_finished)
+"""
+
+
+def test_a_script_that_ends_while_a_request_runs_ends_cleanly() -> None:
+    assert run(LEAVE_IN_THE_MIDDLE).strip() == "False"

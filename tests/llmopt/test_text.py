@@ -54,6 +54,15 @@ def test_a_stream_that_is_closed_early_gives_its_blocks_back(spoken: InferencePi
     assert_idle(spoken)
 
 
+def test_a_stream_that_is_dropped_or_closed_before_its_first_piece_ends_its_request(spoken: InferencePipeline) -> None:
+    stream = spoken.stream("hi", max_new_tokens=60)
+    assert len(spoken.queue) == 1
+    stream.close()
+    assert_idle(spoken)
+    spoken.stream("hi", max_new_tokens=60)
+    assert_idle(spoken)
+
+
 def test_a_stream_that_was_never_read_can_be_aborted_by_its_id(spoken: InferencePipeline) -> None:
     stream = spoken.stream("hi", request_id="mine", max_new_tokens=60)
     spoken.abort("mine")
