@@ -7,8 +7,8 @@ READY := $(VENV)/.ready
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 NATIVE_SOURCES := $(shell find csrc -type f 2>/dev/null)
 CPP_SOURCES := $(filter %.cc %.cpp %.h %.hpp %.cu %.cuh,$(NATIVE_SOURCES))
-# Where the tests need more: make test PYTEST_ARGS="-k speculation -x"
-PYTEST_ARGS ?=
+# Two workers: the suite is to finish in 20 minutes on two cores. A part of it: make test PYTEST_ARGS="-k speculation -x"
+PYTEST_ARGS ?= -n 2
 MODEL ?= demo
 BENCH_ARGS ?=
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,10 @@ from llmopt.errors import ModelError
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    torch.set_num_threads(1)  # results do not depend on the machine, and parallel test runs do not fight
+    # Results do not depend on the machine, and parallel test runs do not fight. The variable is for processes that tests
+    # start: on a busy machine, threads that spin for each other cost minutes there.
+    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"
 
 
 def _why_no_native() -> str | None:
