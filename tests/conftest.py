@@ -13,8 +13,8 @@ from llmopt.errors import ModelError
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Results do not depend on the machine, and parallel test runs do not fight. The variable is for processes that tests
-    # start: on a busy machine, threads that spin for each other cost minutes there.
+    # Results do not depend on the machine, and parallel test runs do not fight. The variable is for the processes that
+    # tests start: on a busy machine, threads that spin for each other cost minutes there.
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
 
