@@ -42,11 +42,17 @@ class HfExecute:
         self.switch = AttentionSwitch(model)
         self.device = input_device(model)
         self.states = RowStates(model, self.cache) if capabilities.layout == "rows" else None
+        # a batch of decodes comes again in the next step, with new numbers in the arrays that its inputs are views of
+        self._decodes: Batch | None = None
+        self._decode_inputs: dict[str, Any] = {}
 
     def __call__(self, batch: Batch, drafts: DraftTokens | None) -> Tensor:
         if torch.is_grad_enabled():
             with torch.no_grad():
                 return self(batch, drafts)
+        if batch is self._decodes:
+            logits = self._forward(batch, self._decode_inputs)[0]
+            return logits if logits.dtype is torch.float32 else logits.float()
         has_media = any(request.media is not None for request in batch.requests)
         if self.states is None and not has_media:
             return self._run_packed(batch)
@@ -104,6 +110,8 @@ class HfExecute:
         num_wanted = batch.logits_indices.size
         wants_all = num_wanted == batch.token_ids.size
         inputs = self._text_inputs(batch)
+        if wants_all and self.states is None and not any(request.media for request in batch.requests):
+            self._decodes, self._decode_inputs = batch, inputs
         keeps = self.capabilities.takes_logits_to_keep
         if keeps and not wants_all:
             inputs["logits_to_keep"] = torch.from_numpy(batch.logits_indices) if num_wanted else 1
