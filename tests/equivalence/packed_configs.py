@@ -208,16 +208,19 @@ PACKED_CONFIGS: dict[str, dict[str, Any]] = {
 """Model type -> fields beside BASE."""
 
 # How weights are drawn where the usual way gives output that repeats itself or hardly depends on attention.
-_SMALL_EMBEDDINGS: dict[str, Any] = {"embedding_std": 0.1}  # for models that multiply them by the root of their size
+_SMALL_EMBEDDINGS: dict[str, Any] = {"embedding_std": 0.1}  # layers then weigh more than the token that came last
 _DRAWS: dict[str, dict[str, Any]] = {
+    "bert": {"seed": 2},
+    "deepseek_v3": _SMALL_EMBEDDINGS,
     "gemma": _SMALL_EMBEDDINGS,
     "gemma2": _SMALL_EMBEDDINGS,
     "gemma3_text": _SMALL_EMBEDDINGS,
     "gemma4_unified_text": _SMALL_EMBEDDINGS,
     "gpt_neox": {"seed": 5},
-    "bert": {"seed": 2},
     "jais2": {"seed": 2},
+    "minicpm3": _SMALL_EMBEDDINGS,
     "opt": {"seed": 2},
+    "sarvam_mla": _SMALL_EMBEDDINGS,
     "vaultgemma": _SMALL_EMBEDDINGS,
     "xmod": {"seed": 4},
 }
