@@ -13,6 +13,7 @@ from llmopt import recovery
 from llmopt.batch import StepOutput
 from llmopt.errors import PipelineClosedError, RequestAbortedError, RequestError, UnsupportedModelError
 from llmopt.request import Request
+from llmopt.step_lock import StepLock
 
 if TYPE_CHECKING:
     from types import SimpleNamespace
@@ -93,11 +94,11 @@ class InferencePipeline:
     generate: Generate
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # one step at a time
-        self._changed = threading.Condition(self._lock)  # a request was added, or a step ended
+        self._lock = StepLock()  # one step at a time; notified when a request was added or a step ended
         self._listeners: dict[Request, Callable[[Request], None]] = {}
         self._thread: threading.Thread | None = None
         self._is_closed = False
+        self._is_stepping = False
         names = ("num_steps", "num_step_tokens", "num_new_tokens", "num_finished", "num_aborted", "num_errors")
         self._counts = dict.fromkeys(names, 0)
         self._step_s = 0.0
@@ -121,7 +122,13 @@ class InferencePipeline:
     def advance(self) -> StepOutput:
         """Run one step under the lock; a stage that raises only ends the requests that make it raise."""
         with self._lock:
+            if self._is_stepping:  # the lock is this thread's already
+                raise RequestError(
+                    "the pipeline was called from inside its own step, by a stage, a processor or a listener. "
+                    "Call it after the step, or from another thread without waiting for it here."
+                )
             start = time.perf_counter()
+            self._is_stepping = True
             try:
                 try:
                     output = self.step()
@@ -130,6 +137,8 @@ class InferencePipeline:
             except BaseException:  # interrupted: what the cache holds is unknown
                 recovery.restart(self, list(self.queue.running))
                 raise
+            finally:
+                self._is_stepping = False
             if output.num_tokens:
                 counts = self._counts
                 counts["num_steps"] += 1
@@ -167,7 +176,7 @@ class InferencePipeline:
                         listener(request)
                     except Exception:  # somebody else's code on the stepping thread
                         logger.exception("a listener of request %r failed.", request.request_id)
-        self._changed.notify_all()
+        self._lock.notify_all()
 
     # -- requests -----------------------------------------------------------------------------------------------------
     def add(self, request: Request, listener: Callable[[Request], None] | None = None) -> None:
@@ -192,7 +201,7 @@ class InferencePipeline:
                 raise
             if listener is not None:
                 self._listeners[request] = listener
-            self._changed.notify_all()
+            self._lock.notify_all()
 
     def add_all(self, requests: Sequence[Request]) -> None:
         """Put requests into the queue together, before a step sees any of them; or none, when one is refused.
@@ -259,20 +268,19 @@ class InferencePipeline:
                     return
                 self._check_open()
                 if self._thread is not None and self._thread.is_alive():
-                    self._changed.wait(timeout=1.0)
+                    self._lock.wait(timeout_s=1.0)
                     continue
                 output = self.advance()
                 if is_done():
                     return
             self._give_way(output)
 
-    @staticmethod
-    def _give_way(output: StepOutput) -> None:
+    def _give_way(self, output: StepOutput) -> None:
         """Let other callers take the lock between two steps; without work, wait for company or for blocks."""
         if not output.num_tokens and not output.finished:
             time.sleep(0.0005)
-        elif threading.active_count() > 1:  # it costs about 60 us, and alone nobody waits for the lock
-            time.sleep(0)
+        elif self._lock.is_wanted:
+            time.sleep(0.00005)  # long enough for the others to wake up
 
     def check_supported(self) -> None:
         """Raise `UnsupportedModelError` when only `generate` works, through the model's own loop."""
@@ -323,7 +331,7 @@ class InferencePipeline:
             while True:
                 with self._lock:
                     while not len(self.queue) and not self._is_closed:
-                        self._changed.wait()
+                        self._lock.wait()
                     if self._is_closed:
                         return
                     output = self.advance()
@@ -368,7 +376,7 @@ class InferencePipeline:
                 for request in list(self.queue):
                     self.abort(request)
             self._is_closed = True
-            self._changed.notify_all()
+            self._lock.notify_all()
         atexit.unregister(self._close_at_exit)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=60.0)
