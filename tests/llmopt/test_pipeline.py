@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import llmopt
-from llmopt import PluginInfo, hookimpl
+from llmopt import PluginInfo, hookimpl, recovery
 from llmopt.errors import PipelineClosedError, RequestAbortedError, RequestError, StageError
 from llmopt.request import Request
 from llmopt.testing import tiny_model, tiny_prompts
@@ -237,6 +237,18 @@ def test_a_failure_in_the_forward_leaves_a_lockstep_group_beside_it_whole() -> N
             assert len(got) == 1
             assert torch.equal(got[0], wanted)
             assert_idle(pipe)
+
+
+def test_requests_that_start_again_keep_their_order() -> None:
+    with build_tiny(block_size=4) as pipe:
+        for name in "abcd":
+            pipe.add(request([5, 6], name))
+        pipe.advance()
+        recovery.restart(pipe, list(pipe.queue.running))
+        assert "".join(r.request_id for r in pipe.queue.waiting) == "abcd"
+        assert pipe.block_pool.num_used == 0
+        pipe.wait(lambda: not len(pipe.queue))
+        assert_idle(pipe)
 
 
 def test_an_interrupted_step_is_done_again() -> None:

@@ -190,6 +190,18 @@ def test_the_request_admitted_last_gives_way_and_starts_again_when_there_is_room
     assert bench.schedule.stats()["num_preemptions"] == 1
 
 
+def test_nobody_starts_in_a_step_that_preempts() -> None:
+    bench = Bench(6, paged=True)
+    second = [bench.add(name, 8, new=12) for name in ("first", "second")][1]
+    while not second.num_preemptions:
+        small = bench.add(f"small-{bench.num_computed}", 1, new=1)
+        before = len(bench.started)
+        bench.step()
+    assert len(bench.started) == before
+    bench.run()
+    assert small.is_finished
+
+
 @pytest.mark.parametrize("paged", [False, True])
 def test_a_prompt_in_chunks_that_does_not_fit_beside_a_running_request_is_not_computed_again_and_again(
     paged: bool,
