@@ -80,3 +80,8 @@ def write_kv(
     /,
 ) -> None:
     """Store new keys and values in the slots of the plan. ValueError, IndexError: sizes or slots do not fit."""
+
+def argmax_rows(
+    rows: int, num_rows: int, size: int, row_stride: int, num_threads: int, /
+) -> tuple[list[int], list[float]]:
+    """Place and value of the largest float32 of each row; the first NaN where there is one. ValueError: no values."""

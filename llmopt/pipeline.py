@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from llmopt import recovery
 from llmopt.batch import StepOutput
 from llmopt.errors import PipelineClosedError, RequestAbortedError, RequestError, UnsupportedModelError
-from llmopt.request import Request
+from llmopt.request import Request, RequestStatus
 from llmopt.step_lock import StepLock
 
 if TYPE_CHECKING:
@@ -242,7 +242,7 @@ class InferencePipeline:
         """
         self.add_all(requests)  # rows which share a prefill are all there when the first one starts
         try:
-            self.wait(lambda: all(r.is_finished for r in requests) or any(r.error is not None for r in requests))
+            self.wait(lambda: _are_over(requests))
         finally:
             for request in requests:
                 self.abort(request)
@@ -271,8 +271,6 @@ class InferencePipeline:
                     self._lock.wait(timeout_s=1.0)
                     continue
                 output = self.advance()
-                if is_done():
-                    return
             self._give_way(output)
 
     def _give_way(self, output: StepOutput) -> None:
@@ -397,3 +395,14 @@ class InferencePipeline:
     def __call__(self, inputs: Tensor | None = None, **kwargs: Any) -> Any:
         """Same as `generate`."""
         return self.generate(inputs, **kwargs)
+
+
+def _are_over(requests: Sequence[Request]) -> bool:
+    """Whether all of them are finished, or one has failed. Asked after every step, so it is a plain loop."""
+    is_over = True
+    for request in requests:
+        if request.error is not None:
+            return True
+        if request.status is not RequestStatus.FINISHED:
+            is_over = False
+    return is_over

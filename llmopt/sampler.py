@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from llmopt.errors import NonFiniteLogitsError, StageError
+from llmopt.ops.argmax import argmax
 
 if TYPE_CHECKING:
     from llmopt.request import Request
@@ -78,7 +79,7 @@ def sample(rows: list[Row], logits: Tensor) -> tuple[list[int], dict[int, BaseEx
             break
     if not is_plain:
         logits = edit_logits(rows, logits, errors)
-    tokens, top = best_tokens(logits)
+    tokens, top = argmax(logits)
     if not all(map(math.isfinite, top)):
         for index, value in enumerate(top):
             if not math.isfinite(value) and index not in errors:
@@ -93,21 +94,6 @@ def sample(rows: list[Row], logits: Tensor) -> tuple[list[int], dict[int, BaseEx
             for index, token in zip(random, chosen, strict=True):
                 tokens[index] = token
     return tokens, errors
-
-
-def best_tokens(logits: Tensor) -> tuple[list[int], list[float]]:
-    """The best token of each row and its logit; NaN counts as the largest, so it shows.
-
-    On the CPU numpy finds the maximum of a vocabulary about 20 times faster than torch.
-    """
-    tokens: list[int]
-    if logits.device.type == "cpu":
-        lines = logits.numpy()
-        tokens = lines.argmax(axis=-1).tolist()
-        return tokens, [line[token] for line, token in zip(lines, tokens, strict=True)]
-    found = logits.argmax(dim=-1, keepdim=True)
-    tokens = found[:, 0].tolist()
-    return tokens, logits.gather(-1, found)[:, 0].tolist()
 
 
 def edit_logits(rows: list[Row], logits: Tensor, errors: dict[int, BaseException]) -> Tensor:

@@ -2,12 +2,15 @@
 // object costs more than the rest of a call; the Python face in llmopt/ops knows the tensors and checks them.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "llmopt/argmax.h"
 #include "llmopt/attention.h"
 #include "llmopt/isa.h"
 #include "llmopt/layer_cache.h"
@@ -148,6 +151,35 @@ void write_to_cache(const OwningStepPlan& plan, const LayerCache& cache, int64_t
   run_unlocked_if_long(estimate_write_ns(args, cache), [&] { write_kv(args, cache, plan.plan, num_threads); });
 }
 
+std::pair<std::vector<int64_t>, std::vector<float>> argmax_rows(uintptr_t rows, int64_t num_rows, int64_t size,
+                                                                int64_t row_stride, int num_threads) {
+  if (num_rows < 0 || size < 1) {
+    throw nb::value_error(("the largest of " + std::to_string(num_rows) + " rows of " + std::to_string(size) +
+                           " values: a row has at least one.")
+                              .c_str());
+  }
+  std::vector<int64_t> indices(num_rows);
+  std::vector<float> values(num_rows);
+  const auto* data = pointer<const float>(rows);
+  constexpr double kNsPerValue = 0.1;
+  const double estimated_ns = kNsPerValue * static_cast<double>(num_rows * size);
+  const auto run = [&](int thread, int team) {
+    for (int64_t row = thread; row < num_rows; row += team) {
+      const Best best = argmax(data + row * row_stride, size);
+      indices[row] = best.index;
+      values[row] = best.value;
+    }
+  };
+  run_unlocked_if_long(estimated_ns, [&] {
+    if (num_rows > 1 && estimated_ns > kMinUnlockedNs) {
+      parallel_team(num_threads, run);
+    } else {
+      run(0, 1);
+    }
+  });
+  return {std::move(indices), std::move(values)};
+}
+
 std::vector<std::string> isa_names() {
   std::vector<std::string> names;
   for (Isa isa : available_isas()) names.push_back(name(isa));
@@ -176,6 +208,7 @@ NB_MODULE(_core, m) {
       .def(nb::init<>())
       .def("update", &update_plan, "block_tables"_a, "seq_lens"_a, "cu_seqlens_q"_a, "slot_mapping"_a = nb::none());
 
+  m.def("argmax_rows", &argmax_rows);
   m.def("paged_attention", &attend);
   m.def("write_kv", &write_to_cache);
 }

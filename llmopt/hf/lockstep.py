@@ -19,7 +19,7 @@ from transformers.generation import logits_process as builtin
 
 from llmopt.batch import AcceptedTokens
 from llmopt.errors import NonFiniteLogitsError
-from llmopt.sampler import best_tokens
+from llmopt.ops.argmax import argmax
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -157,7 +157,7 @@ class LockstepGroup:
                 self._refuse_nan(scores)
                 raise
         else:
-            tokens, best = best_tokens(scores)  # NaN counts as largest, so it shows here
+            tokens, best = argmax(scores)  # NaN counts as largest, so it shows here
             if any(math.isnan(value) and live for value, live in zip(best, self.unfinished, strict=True)):
                 self._refuse_nan(scores)
         pad = options.pad_token_id
@@ -236,7 +236,7 @@ class _Ends:
 def draw(probs: Tensor) -> list[int]:
     """`torch.multinomial` for one sample per row: same tokens, same random state afterwards.
 
-    torch divides by exponential noise and takes the maximum, which numpy finds much faster on the CPU.
+    torch divides by exponential noise and takes the maximum, which `llmopt.ops.argmax` finds much faster on the CPU.
 
     :param probs: ``[B, vocab]`` float32.
     :raises RuntimeError: torch's own, when the probabilities are none.
@@ -245,7 +245,7 @@ def draw(probs: Tensor) -> list[int]:
     if probs.device.type != "cpu":
         tokens = torch.multinomial(probs, num_samples=1)[:, 0].tolist()
         return tokens
-    tokens, best = best_tokens(probs / torch.empty_like(probs).exponential_(1.0))
+    tokens, best = argmax(probs / torch.empty_like(probs).exponential_(1.0))
     if any(map(math.isnan, best)):  # then torch raises, and says why
         tokens = torch.multinomial(probs, num_samples=1)[:, 0].tolist()
     return tokens
