@@ -161,6 +161,7 @@ class Request:
     stop_reason: int | str | None = None  # the id or string that ended the output
     error: BaseException | None = None
     text: str = ""  # text that can no longer change, stop strings cut
+    takes_best: bool = field(init=False)  # greedy, and nothing edits the logits
     text_state: Any = None  # state of the detokenizer, owned by `detokenize`
     sampler_state: Any = None  # counts for penalties, owned by `verify`
     first_token_s: float | None = None  # time stamps of time.perf_counter()
@@ -171,6 +172,8 @@ class Request:
         self.token_ids = np.empty(max(self.max_len, prompt.size), dtype=np.int64)
         self.token_ids[: prompt.size] = prompt
         self.num_tokens = int(prompt.size)
+        params = self.sampling
+        self.takes_best = params.is_greedy and not params.changes_logits and not self.logits_processors
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -15,7 +15,8 @@ class StepLock:
     def __init__(self) -> None:
         self._changed = threading.Condition(threading.RLock())
         self._counting = threading.Lock()
-        self._num_waiting = 0
+        self._num_waiting = 0  # in __enter__
+        self._num_sleeping = 0  # in `wait`; changed under the lock
 
     @property
     def is_wanted(self) -> bool:
@@ -38,8 +39,13 @@ class StepLock:
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Let go of the lock until `notify_all`, or until the time is over; then hold it again."""
-        self._changed.wait(timeout_s)
+        self._num_sleeping += 1
+        try:
+            self._changed.wait(timeout_s)
+        finally:
+            self._num_sleeping -= 1
 
     def notify_all(self) -> None:
         """Wake every thread in `wait`. The lock must be held."""
-        self._changed.notify_all()
+        if self._num_sleeping:
+            self._changed.notify_all()

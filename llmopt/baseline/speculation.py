@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from llmopt.batch import AcceptedTokens, Batch, DraftTokens
+from llmopt.ops.argmax import argmax
 from llmopt.sampler import Row, sample
 
 if TYPE_CHECKING:
@@ -33,6 +35,8 @@ class BaselineVerify:
     ) -> AcceptedTokens:
         if mask is not None:
             logits = mask.apply(logits)
+        if drafts is None and (best := self._choose_best(batch, logits)) is not None:
+            return best
         if drafts is None and all(r.lockstep is None for r in batch.logits_requests):
             requests = batch.logits_requests
             rows = [Row(r) for r in requests]
@@ -43,6 +47,18 @@ class BaselineVerify:
             self._match(rows, tokens, failed, {}, accepted)
             return accepted
         return self._verify_mixed(batch, drafts, logits)
+
+    @staticmethod
+    def _choose_best(batch: Batch, logits: Tensor) -> AcceptedTokens | None:
+        """The short way for plain greedy rows; None when a row is anything else, or its logits are not finite."""
+        requests = batch.logits_requests
+        for request in requests:
+            if not request.takes_best or request.lockstep is not None:
+                return None
+        tokens, values = argmax(logits)
+        if not all(map(math.isfinite, values)):
+            return None
+        return AcceptedTokens(requests, [[token] for token in tokens], [None] * len(tokens))
 
     def _verify_mixed(self, batch: Batch, drafts: DraftTokens | None, logits: Tensor) -> AcceptedTokens:
         accepted = AcceptedTokens([], [], [])

@@ -179,8 +179,8 @@ class AttentionSwitch:
 
     def __exit__(self, *exception: object) -> None:
         _local.step = None
-        for fields, name in zip(self._fields, self._names, strict=True):
-            fields["_attn_implementation_internal"] = name
+        for place, fields in enumerate(self._fields):
+            fields["_attn_implementation_internal"] = self._names[place]
 
     def close(self) -> None:
         """Forget the configs."""

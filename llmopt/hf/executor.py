@@ -41,6 +41,7 @@ class HfExecute:
         self.cache = EngineCache(text_config(model), self.step)
         self.switch = AttentionSwitch(model)
         self.device = input_device(model)
+        self._is_on_cpu = self.device.type == "cpu"
         self.states = RowStates(model, self.cache) if capabilities.layout == "rows" else None
         # a batch of decodes comes again in the next step, with new numbers in the arrays that its inputs are views of
         self._decodes: Batch | None = None
@@ -158,7 +159,7 @@ class HfExecute:
 
     def _forward(self, batch: Batch, inputs: dict[str, Any]) -> Tensor:
         """Call the model with its attention over the blocks; its logits as they come."""
-        if self.device.type != "cpu":
+        if not self._is_on_cpu:
             inputs = {k: v.to(self.device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
         self.step.begin(batch)
         try:

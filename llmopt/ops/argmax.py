@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
@@ -15,8 +18,8 @@ def argmax(logits: Tensor) -> tuple[list[int], list[float]]:
 
     :param logits: ``[R, vocab]``, any float dtype and device.
     """
-    if logits.device.type == "cpu" and logits.dtype is torch.float32 and logits.stride(-1) == 1:
-        core = native.core()
+    if logits.is_cpu and logits.dtype is torch.float32 and logits.stride(-1) == 1:
+        core = _core()
         if core is not None:
             num_rows, size = logits.shape
             found: tuple[list[int], list[float]] = core.argmax_rows(
@@ -24,6 +27,12 @@ def argmax(logits: Tensor) -> tuple[list[int], list[float]]:
             )
             return found
     return argmax_reference(logits)
+
+
+@functools.cache
+def _core() -> ModuleType | None:
+    """The extension; decided at the first call, because even a look at the environment shows in a step."""
+    return native.core()
 
 
 def argmax_reference(logits: Tensor) -> tuple[list[int], list[float]]:
