@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+TEST_READY := $(VENV)/.ready-test
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 NATIVE_SOURCES := $(shell find csrc -type f 2>/dev/null)
 CPP_SOURCES := $(filter %.cc %.cpp %.h %.hpp %.cu %.cuh,$(NATIVE_SOURCES))
@@ -21,7 +22,7 @@ help: ## list the targets
 demo: $(READY) ## generate text with a small real model, check it against model.generate, show both speeds
 	$(BIN)/llmopt demo
 
-test: $(READY) ## run the whole suite, the tests with a real model included
+test: $(TEST_READY) ## run the whole suite, the tests with a real model included
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 lint: $(READY) ## ruff, mypy --strict and clang-format, changing nothing
@@ -50,4 +51,8 @@ $(READY): pyproject.toml constraints.txt llmopt/version.py $(NATIVE_SOURCES)
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(BIN)/python -m ensurepip
 	$(PIP_INSTALL) scikit-build-core nanobind cmake ninja
 	$(PIP_INSTALL) --no-build-isolation -e '.[dev]'
+	@touch $@
+
+$(TEST_READY): $(READY) # the evaluation harness brings much along, so only the tests pay for it
+	$(PIP_INSTALL) --no-build-isolation -e '.[dev,eval]'
 	@touch $@

@@ -10,7 +10,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from llmopt import hookspecs, stages
+from llmopt import hookspecs, layers, stages
 
 _INTRO = """\
 # Hooks
@@ -49,9 +49,9 @@ inside is then blamed on the plugin by name. A `functools.partial` or a builtin 
 def page() -> str:
     """The whole page."""
     context = _dataclass_fields("BuildContext")
-    parts = [_INTRO.format(order=textwrap.fill(", ".join(hookspecs.STAGES), 118), context=context)]
+    parts = [_INTRO.format(order=textwrap.fill(", ".join(layers.STAGES), 118), context=context)]
     parts.append("## Configuration\n\n" + _hook("llmopt_configure"))
-    for number, (layer, names) in enumerate(hookspecs.LAYERS.items(), start=1):
+    for number, (layer, names) in enumerate(layers.LAYERS.items(), start=1):
         parts.append(f"## {number} {layer}\n")
         for stage in names:
             parts.append(f"### {stage}\n\n{_protocol(stage)}")

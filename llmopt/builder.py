@@ -15,8 +15,8 @@ from llmopt.hf.capabilities import Capabilities, inspect_model
 from llmopt.hf.generate import Generate
 from llmopt.hf.probe import probe_layers
 from llmopt.hf.self_test import self_test
-from llmopt.hookspecs import STAGES
 from llmopt.kv_cache import KVCache
+from llmopt.layers import STAGES
 from llmopt.pipeline import InferencePipeline
 from llmopt.queue import RequestQueue
 from llmopt.registry import BuildContext, Registry

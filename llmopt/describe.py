@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from llmopt.hookspecs import LAYERS
+from llmopt.layers import LAYERS
 from llmopt.registry import info_of
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import pluggy
 
-from llmopt import hookspecs
+from llmopt import hookspecs, layers
 from llmopt.errors import (
     ConfigError,
     PluginConflictError,
@@ -48,7 +48,7 @@ class PluginInfo:
     """What a plugin declares. Checked when it is registered."""
 
     name: str  # what users type
-    layer: str  # one of `llmopt.hookspecs.LAYERS`
+    layer: str  # one of `llmopt.layers.LAYERS`
     promise: Literal["exact", "distribution", "lossy"]  # same tokens in fp32; same distribution; a measured loss
     summary: str = ""  # one line for tables
     requires: tuple[str, ...] = ()  # names of plugins that must be listed too
@@ -61,7 +61,7 @@ class PluginInfo:
 
 @dataclass(slots=True)
 class BuildContext:
-    """What exists while a pipeline is built. Fields fill up in the order of `llmopt.hookspecs.STAGES`."""
+    """What exists while a pipeline is built. Fields fill up in the order of `llmopt.layers.STAGES`."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None
@@ -114,9 +114,9 @@ def info_of(plugin: Any) -> PluginInfo:
     info = getattr(plugin, "info", None)
     if not isinstance(info, PluginInfo):
         raise PluginError(f"{plugin!r} is not a plugin: it has no `info = PluginInfo(...)`.")
-    if info.layer not in hookspecs.LAYERS:
+    if info.layer not in layers.LAYERS:
         raise PluginError(
-            f"plugin {info.name!r} declares layer {info.layer!r}; the layers are {', '.join(hookspecs.LAYERS)}."
+            f"plugin {info.name!r} declares layer {info.layer!r}; the layers are {', '.join(layers.LAYERS)}."
         )
     return info
 
@@ -269,7 +269,7 @@ class Registry:
 
         :raises PluginUnavailableError: names them and the reason; with ``"auto"`` they are left out.
         """
-        engine = [s for s in hookspecs.STAGES if s not in ("probe", "place", "shard")]
+        engine = [s for s in layers.STAGES if s not in ("probe", "place", "shard")]
         hooks = [f"llmopt_{verb}_{stage}" for stage in engine for verb in ("replace", "wrap")]
         idle = [p for p in self.plugins if any(hasattr(p, hook) for hook in hooks)]
         if idle and not self.auto:

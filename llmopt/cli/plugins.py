@@ -9,7 +9,7 @@ from llmopt.cli.output import console, print_json
 
 def run(*, as_json: bool) -> None:
     """Print what every plugin declares, in the order of the layers."""
-    from llmopt.hookspecs import LAYERS
+    from llmopt.layers import LAYERS
     from llmopt.registry import available_plugins
 
     order = {layer: number for number, layer in enumerate(LAYERS)}

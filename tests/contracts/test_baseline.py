@@ -8,7 +8,7 @@ import pytest
 
 import llmopt
 from llmopt import baseline
-from llmopt.hookspecs import LAYERS, STAGES
+from llmopt.layers import LAYERS, STAGES
 from llmopt.pipeline import InferencePipeline
 from llmopt.testing import tiny_model
 

@@ -14,7 +14,7 @@ import pytest
 import typer.main
 
 from llmopt.cli.app import app
-from llmopt.hookspecs import LAYERS
+from llmopt.layers import LAYERS
 from llmopt.registry import info_of
 from llmopt_plugins import BUILTIN
 

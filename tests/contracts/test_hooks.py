@@ -16,7 +16,7 @@ from llmopt import PluginInfo, hookimpl, hookspecs
 from llmopt import stages as protocols
 from llmopt.config import PipelineConfig
 from llmopt.errors import PluginConflictError
-from llmopt.hookspecs import STAGES, layer_of
+from llmopt.layers import STAGES, layer_of
 from llmopt.pipeline import InferencePipeline
 from llmopt.registry import BuildContext, Registry
 from llmopt.testing import scripted_model, tiny_tokenizer

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness, unchanged, on an accelerated model. Needs ``pip install lm-eval``, which brings much along."""
+"""lm-evaluation-harness, unchanged, on an accelerated model. `make test` installs it: the extra ``eval``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 import llmopt
 from tests.llmopt.hf.tiny import tiny_llama, tiny_tokenizer
 
-lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed")
+lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install .[eval]")
 
 DOCUMENTS = [
     {"question": "the thing is on", "answer": "a"},
