@@ -111,6 +111,7 @@ class _Builder:
             reason = pipeline.why_not = capabilities.why_not = self_test(pipeline)
             if reason is not None:
                 self.registry.refuse_without_engine(reason)
+                self.registry.close_stages()
                 pipeline.kv_cache.layers.clear()
         return pipeline
 

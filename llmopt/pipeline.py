@@ -378,11 +378,7 @@ class InferencePipeline:
         atexit.unregister(self._close_at_exit)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=60.0)
-        for chain in self.registry.chains.values():
-            for made in chain.objects:
-                stop = getattr(made, "close", None)
-                if stop is not None:
-                    stop()
+        self.registry.close_stages()
         if self.why_not is None:
             self.kv_cache.layers.clear()
 

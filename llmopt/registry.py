@@ -360,6 +360,14 @@ class Registry:
             ) from error
         return results[0] if results else None
 
+    def close_stages(self) -> None:
+        """Call ``close()`` of every stage object that has one."""
+        for chain in self.chains.values():
+            for made in chain.objects:
+                stop = getattr(made, "close", None)
+                if stop is not None:
+                    stop()
+
     def blame(self, error: BaseException) -> tuple[str | None, str]:
         """Find the stage and the plugin in which an exception was raised: ``(stage or None, plugin or "baseline")``.
 

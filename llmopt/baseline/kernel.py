@@ -35,11 +35,8 @@ class BaselineAttend:
             self._groups.append(group)
             for number, member in enumerate(members):
                 self._place[member.index] = (group, number)
-
-    @property
-    def why_reference(self) -> str | None:
-        """Why the torch reference is used somewhere; None when all layers run natively."""
-        return next((g.why_reference for g in self._groups if g.why_reference), None)
+        # why the torch reference is used somewhere; None when all layers run natively
+        self.why_reference = next((g.why_reference for g in self._groups if g.why_reference), None)
 
     def plan(self, batch: Batch) -> None:
         for group in self._groups:
@@ -63,3 +60,8 @@ class BaselineAttend:
         return group(
             number, query, scale=scale, sliding_window=sliding_window or 0, softcap=softcap or 0.0, sinks=sinks
         )
+
+    def close(self) -> None:
+        """Let go of the pool's tensors."""
+        self._groups.clear()
+        self._place.clear()

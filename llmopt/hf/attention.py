@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.configuration_utils import PreTrainedConfig
 
+from llmopt.errors import ModelError
+
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
@@ -75,8 +77,21 @@ class _Local(threading.local):
     step: Step | None = None
 
 
+class _Record:
+    """One config that pipelines switch, for all of them."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        self.config = config  # keeps it alive, so that its id is its own
+        self.fields = vars(config)  # a config's __setattr__ costs more than the rest of a step's bookkeeping
+        self.original: str | None = self.fields[_FIELD]  # the user's implementation
+        self.num_active = 0  # steps that run right now
+        self.num_switches = 0  # switches that are not closed
+
+
+_FIELD = "_attn_implementation_internal"
 _local = _Local()
-_originals: dict[int, str | None] = {}  # id of a config that a pipeline switches -> the user's implementation
+_records: dict[int, _Record] = {}  # by id of the config
+_switching = threading.Lock()  # guards the records and the configs' field
 
 
 def attention(
@@ -127,24 +142,41 @@ def mask(*args: Any, config: Any = None, **kwargs: Any) -> Any:
     """The registered mask function: the step's own (none) in a step, the user's outside."""
     if _local.step is not None:
         return _local.step.make_mask(kwargs.get("mask_function"))
-    original = _originals.get(id(config)) or "sdpa"
-    return AttentionMaskInterface()[original](*args, config=config, **kwargs)
+    return AttentionMaskInterface()[_original_name(config)](*args, config=config, **kwargs)
 
 
 AttentionInterface.register(NAME, attention)
 AttentionMaskInterface.register(NAME, mask)
 
 
+def _original_name(config: Any) -> str | None:
+    """The implementation that the user chose.
+
+    :raises ModelError: no pipeline runs a model with this config.
+    """
+    record = _records.get(id(config))
+    if record is None:
+        raise ModelError(
+            f"the config of this model names the attention {NAME!r}, and no pipeline is running it: it was copied in "
+            "the middle of a step. Call model.set_attn_implementation with the one it should have."
+        )
+    return record.original
+
+
 def _original_function(module: Any) -> Callable[..., Any]:
     """The function that the module would have used."""
-    name = _originals.get(id(getattr(module, "config", None)))
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    name = _original_name(getattr(module, "config", None))
     function: Callable[..., Any] = AttentionInterface().get_interface(name, eager)
     return function
 
 
 class AttentionSwitch:
-    """Names this library's attention in all configs of a model while a step runs, and the user's afterwards."""
+    """Names this library's attention in all configs of a model while a step runs, and the user's afterwards.
+
+    Several pipelines may run one model, each with its own switch: the first to begin a step changes the configs, the
+    last to end one restores them.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         configs: dict[int, PreTrainedConfig] = {}
@@ -157,12 +189,11 @@ class AttentionSwitch:
                 sub = getattr(config, name, None)
                 if isinstance(sub, PreTrainedConfig):
                     configs[id(sub)] = sub
-        # vars() instead of setattr: a config's __setattr__ costs more than the rest of a step's bookkeeping
-        self._fields = [vars(config) for config in configs.values()]
-        self._ids = list(configs)
-        self._names: list[str | None] = [fields["_attn_implementation_internal"] for fields in self._fields]
-        _originals.update(zip(self._ids, self._names, strict=True))
         self._step: Step | None = None
+        with _switching:
+            self._records = [_records.setdefault(key, _Record(config)) for key, config in configs.items()]
+            for record in self._records:
+                record.num_switches += 1
 
     def __call__(self, step: Step) -> AttentionSwitch:
         """For a ``with`` block: this thread's attention calls go to the step. One block at a time."""
@@ -170,19 +201,27 @@ class AttentionSwitch:
         return self
 
     def __enter__(self) -> None:
-        for place, fields in enumerate(self._fields):
-            name = fields["_attn_implementation_internal"]
-            if name != self._names[place]:
-                self._names[place] = _originals[self._ids[place]] = name
-            fields["_attn_implementation_internal"] = NAME
+        with _switching:
+            for record in self._records:
+                if record.num_active == 0 and record.fields[_FIELD] != NAME:
+                    record.original = record.fields[_FIELD]  # the user may have changed it since the last step
+                    record.fields[_FIELD] = NAME
+                record.num_active += 1
         _local.step = self._step
 
     def __exit__(self, *exception: object) -> None:
         _local.step = None
-        for place, fields in enumerate(self._fields):
-            fields["_attn_implementation_internal"] = self._names[place]
+        with _switching:
+            for record in self._records:
+                record.num_active -= 1
+                if record.num_active == 0 and record.fields[_FIELD] == NAME:
+                    record.fields[_FIELD] = record.original
 
     def close(self) -> None:
-        """Forget the configs."""
-        for key in self._ids:
-            _originals.pop(key, None)
+        """Forget the configs that no other pipeline switches. Harmless the second time."""
+        with _switching:
+            for record in self._records:
+                record.num_switches -= 1
+                if record.num_switches == 0:
+                    del _records[id(record.config)]
+            self._records = []
