@@ -146,6 +146,8 @@ class BaselineSchedule:
                 break
             if request.status is RequestStatus.RUNNING:
                 continue  # came with a companion
+            if request.parent is not None and request.parent.status is RequestStatus.WAITING:
+                continue  # shares a prompt that has not started; it holds nobody up meanwhile
             if not self._start(request, queue, chosen, budget):
                 blocked = blocked or request
                 num_failed += 1  # a long line of requests that all lack blocks is not walked to its end in every step

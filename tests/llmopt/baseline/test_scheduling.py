@@ -141,6 +141,17 @@ def test_small_requests_pass_one_that_lacks_blocks_until_the_bound_and_then_wait
     bench.run()
 
 
+def test_a_continuation_that_stands_before_its_parent_does_not_hold_it_up() -> None:
+    bench = Bench(64)
+    parent = request([5] * 4, "parent", max_new_tokens=2)
+    bench.add("child", 4, new=2, parent=parent)
+    bench.queue.add(parent)
+    bench.schedule.lookup = lambda r: None if r.parent is not None and r.parent.num_computed_tokens == 0 else 0
+    bench.schedule._overtakes[next(iter(bench.queue.waiting))] = bench.schedule.max_overtakes
+    bench.run(limit=20)
+    assert bench.started == ["parent", "child"]
+
+
 def test_the_bound_holds_for_every_request_in_a_stream_of_random_sizes() -> None:
     chooser = random.Random(4)
     bench = Bench(20, max_num_requests=8)
