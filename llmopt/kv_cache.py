@@ -45,17 +45,14 @@ class KVCache:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.shapes = dict(shapes)
-        # torch.empty leaves the pages untouched: memory is taken as blocks are written
-        self.layers = {
-            i: LayerKV(
-                index=i,
-                key=torch.empty(num_blocks, s.num_key_heads, block_size, s.key_dim, dtype=s.dtype, device=s.device),
-                value=torch.empty(
-                    num_blocks, s.num_value_heads, block_size, s.value_dim, dtype=s.dtype, device=s.device
-                ),
-            )
-            for i, s in self.shapes.items()
-        }
+        self.layers: dict[int, LayerKV] = {}
+        with torch.inference_mode(False):  # tensors made in that mode could not be written to outside of it
+            for i, s in self.shapes.items():
+                # torch.empty leaves the pages untouched: memory is taken as blocks are written
+                options = {"dtype": s.dtype, "device": s.device}
+                key = torch.empty(num_blocks, s.num_key_heads, block_size, s.key_dim, **options)
+                value = torch.empty(num_blocks, s.num_value_heads, block_size, s.value_dim, **options)
+                self.layers[i] = LayerKV(index=i, key=key, value=value)
 
     @staticmethod
     def bytes_per_token(shapes: Mapping[int, LayerShape]) -> int:

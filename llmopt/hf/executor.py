@@ -51,6 +51,9 @@ class HfExecute:
         if torch.is_grad_enabled():
             with torch.no_grad():
                 return self(batch, drafts)
+        if torch.is_inference_mode_enabled():  # states made in this mode could not be written to outside of it
+            with torch.inference_mode(False), torch.no_grad():
+                return self(batch, drafts)
         if batch is self._decodes:
             logits = self._forward(batch, self._decode_inputs)[0]
             return logits if logits.dtype is torch.float32 else logits.float()

@@ -88,7 +88,8 @@ class RowStates:
     def fill(self, cache: Cache, slots: list[int]) -> None:
         """Copy the states of some slots, in their order, into another cache of the model."""
         if self._slots is not None:
-            self._store(self._slots, self._live)
+            with torch.inference_mode(False), torch.no_grad():  # the mode of the forwards, which write to the pool
+                self._store(self._slots, self._live)
         states = self._gather(slots)
         for number, mine in self._layers:
             layer = cache.layers[number]

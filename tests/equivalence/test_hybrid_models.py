@@ -161,6 +161,21 @@ def test_returned_cache_continues_in_generate(model_type: str) -> None:
     assert torch.equal(outputs[0], outputs[1])
 
 
+@pytest.mark.parametrize("model_type", _KINDS)
+def test_calls_in_and_out_of_inference_mode_follow_each_other(model_type: str) -> None:
+    model = hybrid_model(model_type)
+    inputs = left_padded()
+    expected = model.generate(**inputs, max_new_tokens=5, do_sample=False)
+    with torch.inference_mode():
+        pipe = llmopt.build(model, block_size=4)
+    for is_on in (True, True, False, True, False):
+        with torch.inference_mode(is_on):
+            assert torch.equal(pipe.generate(**inputs, max_new_tokens=5, do_sample=False), expected)
+            states_are_kept = model_type != "recurrent_gemma"
+            settings = {"max_new_tokens": 5, "do_sample": False, "return_dict_in_generate": states_are_kept}
+            pipe.generate(**inputs, **settings)
+
+
 def test_module_states_are_left_as_they_were() -> None:
     model = hybrid_model("recurrent_gemma")
     pipe = llmopt.build(model, block_size=4)
