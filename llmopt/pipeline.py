@@ -188,6 +188,11 @@ class InferencePipeline:
         self.check_supported()
         if request.is_finished:
             raise RequestError(f"request {request.request_id!r} has run already. Make a new one.")
+        if request.adapter is not None and self.adapt is self.baseline.adapt:
+            raise RequestError(
+                f"request {request.request_id!r} asks for adapter {request.adapter!r}, and no plugin that loads "
+                "adapters is listed. Leave the adapter out, or build with such a plugin."
+            )
         what = f"request {request.request_id!r}"
         with recovery.naming(self.registry, what):
             self.encode_media(request)
@@ -222,6 +227,8 @@ class InferencePipeline:
 
         A member of a lockstep group takes the whole group with it.
         """
+        if self.why_not is not None:
+            return  # nothing ever runs here
         with self._lock:
             found = self.queue.by_id.get(request) if isinstance(request, str) else request
             if found is None or found.is_finished:
@@ -311,7 +318,11 @@ class InferencePipeline:
         return submit(self, prompt, **options)
 
     def start(self) -> None:
-        """Start the background thread that steps while there is work. Harmless when it runs already."""
+        """Start the background thread that steps while there is work. Harmless when it runs already.
+
+        :raises UnsupportedModelError: the engine cannot run the model.
+        """
+        self.check_supported()
         with self._lock:
             self._check_open()
             if self._thread is None or not self._thread.is_alive():

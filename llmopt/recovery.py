@@ -107,8 +107,8 @@ def _run_alone(pipeline: InferencePipeline, request: Request, verdict: Exception
 
 
 def fail(pipeline: InferencePipeline, request: Request, error: BaseException, output: StepOutput) -> None:
-    """End a request, and with it its lockstep group, with an error that names stage and plugin."""
-    told = _stage_error(pipeline.registry, error, f"request {request.request_id!r}")
+    """End a request, and with it its lockstep group, with an error that says why: see `named`."""
+    told = named(pipeline.registry, error, f"request {request.request_id!r}")
     for member in list(pipeline.queue):
         if member is request or (request.lockstep is not None and member.lockstep is request.lockstep):
             member.finish("error", told)

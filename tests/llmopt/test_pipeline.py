@@ -12,8 +12,8 @@ import torch
 
 import llmopt
 from llmopt import PluginInfo, hookimpl, recovery
-from llmopt.errors import PipelineClosedError, RequestAbortedError, RequestError, StageError
-from llmopt.request import Request
+from llmopt.errors import PipelineClosedError, RequestAbortedError, RequestError, StageError, UnsupportedModelError
+from llmopt.request import Request, SamplingParams
 from llmopt.testing import tiny_model, tiny_prompts
 from tests.llmopt.helpers import alone, assert_idle, build_tiny, pool_bytes, request, wrap
 
@@ -341,6 +341,43 @@ def test_a_finished_request_cannot_be_added_again() -> None:
         pipe.run([made])
         with pytest.raises(RequestError, match="has run already"):
             pipe.add(made)
+
+
+def test_an_adapter_that_nobody_loads_is_refused_on_arrival_and_disturbs_nobody() -> None:
+    with build_tiny() as pipe:
+        running = request([5, 6], "running")
+        pipe.add(running)
+        pipe.advance()
+        with pytest.raises(RequestError, match="'lost' asks for adapter 'poet', and no plugin that loads adapters"):
+            pipe.add(Request("lost", [7, 8], SamplingParams(max_new_tokens=4), 6, adapter="poet"))
+        assert running.num_preemptions == 0
+        pipe.run([request([5, 6])])
+        pipe.abort(running)
+        assert_idle(pipe)
+
+
+def test_an_error_of_this_library_reaches_the_request_as_it_was_raised() -> None:
+    class Adapters:
+        def __init__(self, adapt: Any) -> None:
+            self.adapt = adapt
+
+        def __call__(self, batch: Any) -> None:
+            self.adapt(batch)
+
+    with build_tiny(plugins=[wrap("adapt", Adapters)]) as pipe:
+        lost = Request("lost", [7, 8], SamplingParams(max_new_tokens=4), 6, adapter="poet", wants_text=False)
+        with pytest.raises(RequestError, match="^a request asks for adapter 'poet'"):
+            pipe.run([lost])
+        assert_idle(pipe)
+
+
+def test_without_an_engine_abort_does_nothing_and_start_names_the_reason() -> None:
+    model = tiny_model()
+    model.config.is_encoder_decoder = True
+    with llmopt.build(model) as pipe:
+        pipe.abort("anything")
+        with pytest.raises(UnsupportedModelError, match="engine cannot run this model: encoder-decoder"):
+            pipe.start()
 
 
 def test_aborting_what_is_unknown_or_finished_changes_nothing() -> None:
