@@ -20,18 +20,17 @@ from llmopt.layers import STAGES
 from llmopt.pipeline import InferencePipeline
 from llmopt.queue import RequestQueue
 from llmopt.registry import BuildContext, Registry
+from llmopt.stages import Machine
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from llmopt.stages import Machine
 
 _DEFAULT_MODEL_LEN = 8192  # for models whose config names no limit
 
 
 def build(
     model: PreTrainedModel | str | os.PathLike[str],
-    plugins: Sequence[Any] | str = (),
+    plugins: Sequence[Any] | str | None = (),
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
     config: PipelineConfig | None = None,
@@ -42,8 +41,7 @@ def build(
 
     :param model: a loaded model, which is used as it is and never changed; or a folder, a hub id, or ``"demo"``, which
         are loaded through safetensors and accelerate.
-    :param plugins: names (``"native"``), plugin objects (``ChunkedPrefill(chunk_size=512)``), or ``"auto"``. They apply
-        in this order.
+    :param plugins: names (``"paged_kv"``), plugin objects (``PagedKv()``), or ``"auto"``. They apply in this order.
     :param tokenizer: for prompts given as text or messages; loaded along when ``model`` is a name.
     :param config: settings; ``options`` are single settings by name, for example ``max_model_len=2048``.
     :param load_options: handed to `llmopt.load` when ``model`` is a name, for example ``{"dtype": "bfloat16"}``.
@@ -77,13 +75,18 @@ class _Builder:
         self.notes: list[str] = []
 
     def build(self) -> InferencePipeline:
+        from transformers import PreTrainedModel
+
         context = self.context
         self.registry.check_available(context)
         config = self.config = self.registry.configure(self.config)
-        machine: Machine = self._stage("probe", lambda: baseline.BaselineProbe(context.model.device))()
+        self._stage("probe", lambda: baseline.BaselineProbe(context.model.device))
+        machine: Machine = self.registry.run_stage("probe", Machine)
         context.machine = machine
-        context.model = self._stage("place", baseline.BaselinePlace)(context.model, machine)
-        context.model = self._stage("shard", baseline.BaselineShard)(context.model)
+        self._stage("place", baseline.BaselinePlace)
+        context.model = self.registry.run_stage("place", PreTrainedModel, context.model, machine)
+        self._stage("shard", baseline.BaselineShard)
+        context.model = self.registry.run_stage("shard", PreTrainedModel, context.model)
         capabilities = context.capabilities = inspect_model(context.model)
         if capabilities.why_not is None:
             try:

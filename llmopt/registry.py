@@ -9,7 +9,7 @@ import logging
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,6 +18,7 @@ import pluggy
 from llmopt import hookspecs, layers
 from llmopt.errors import (
     ConfigError,
+    LlmoptError,
     PluginConflictError,
     PluginError,
     PluginHookError,
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("llmopt")
 
 PROJECT = "llmopt"  # the pluggy project and the entry-point group
+
+_METHODS = {"allocate": ("free", "num_blocks_ever"), "attend": ("plan", "write")}  # beside `__call__`
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +88,9 @@ class StageChain:
     objects: tuple[Any, ...]  # the callables, in the same order
 
     @property
-    def outermost(self) -> Any:
-        """The callable that the pipeline holds."""
-        return self.objects[-1]
+    def plugins(self) -> list[str]:
+        """The plugins in this stage, innermost first."""
+        return [owner for owner in self.owners if owner != "baseline"]
 
 
 def builtin_plugins() -> tuple[type, ...]:
@@ -97,13 +100,43 @@ def builtin_plugins() -> tuple[type, ...]:
 
 
 def available_plugins() -> list[PluginInfo]:
-    """What every built-in plugin and every plugin of other distributions declares."""
+    """What every built-in plugin and every plugin of other distributions declares; broken ones are warned of."""
+    infos, broken = scan_plugins()
+    for reason in broken.values():
+        logger.warning("%s", reason)
+    return infos
+
+
+def scan_plugins() -> tuple[list[PluginInfo], dict[str, str]]:
+    """What every plugin declares, and the entry points that cannot be used: name -> reason."""
     infos = [info_of(cls) for cls in builtin_plugins()]
     known = {info.name for info in infos}
+    broken: dict[str, str] = {}
     for point in entry_points(group=PROJECT):
         if point.name not in known:
-            infos.append(info_of(point.load()))
-    return infos
+            try:
+                infos.append(info_of(_load(point)))
+            except PluginError as error:
+                broken[point.name] = str(error)
+    return infos, broken
+
+
+def _load(point: EntryPoint) -> type:
+    """Import the plugin class behind an entry point.
+
+    :raises PluginError: names the entry point, its distribution and the reason.
+    """
+    where = f" of distribution {point.dist.name!r}" if point.dist is not None else ""
+    what = f"entry point {point.name!r}{where} ({point.value})"
+    try:
+        loaded: type = point.load()
+    except Exception as error:  # whatever somebody's module does when it is imported
+        raise PluginError(f"{what} cannot be loaded: {type(error).__name__}: {error}") from error
+    try:
+        info_of(loaded)
+    except PluginError as error:
+        raise PluginError(f"{what} is of no use: {error}") from error
+    return loaded
 
 
 def info_of(plugin: Any) -> PluginInfo:
@@ -125,14 +158,14 @@ def find_plugin(name: str) -> type:
     """Return the class of the plugin with this name: built-in first, then other distributions.
 
     :raises PluginNotFoundError: lists the names and the nearest ones.
+    :raises PluginError: its module cannot be imported, or holds no plugin.
     """
     classes = {info_of(cls).name: cls for cls in builtin_plugins()}
     points = {point.name: point for point in entry_points(group=PROJECT)}
     if name in classes:
         return classes[name]
     if name in points:
-        loaded: type = points[name].load()
-        return loaded
+        return _load(points[name])
     known = sorted({*classes, *points})
     near = difflib.get_close_matches(name, known, n=2)
     hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
@@ -161,11 +194,12 @@ def make_plugin(name: str, options: dict[str, Any] | None = None) -> Any:
 class Registry:
     """The plugins of one pipeline, in the user's order.
 
-    :param plugins: names, plugin objects, or ``"auto"``.
+    :param plugins: names, plugin objects, or ``"auto"``; None is none.
     """
 
-    def __init__(self, plugins: Sequence[Any] | str = ()) -> None:
-        self.auto = plugins == "auto"
+    def __init__(self, plugins: Sequence[Any] | str | None = ()) -> None:
+        plugins = () if plugins is None else plugins
+        self.auto = isinstance(plugins, str) and plugins == "auto"
         self.left_out: dict[str, str] = {}  # plugins that "auto" could not use, and why
         self.chains: dict[str, StageChain] = {}
         self.manager = pluggy.PluginManager(PROJECT)
@@ -173,6 +207,8 @@ class Registry:
         self.plugins: list[Any] = []
         if isinstance(plugins, str) and not self.auto:
             raise PluginError(f'plugins must be a list or "auto", found {plugins!r}. Write plugins=[{plugins!r}].')
+        if not isinstance(plugins, (str, Iterable)):
+            raise PluginError(f"plugins must be a list, found {type(plugins).__name__}. Write plugins=[...].")
         listed: Iterable[Any] = plugins
         if self.auto:
             listed = [cls() for cls in builtin_plugins() if info_of(cls).auto]
@@ -255,7 +291,7 @@ class Registry:
             elif info.model_types and model_type not in info.model_types:
                 reason = f"serves {', '.join(info.model_types)}, the model is {model_type!r}"
             elif hasattr(plugin, "why_unavailable"):
-                reason = plugin.why_unavailable(context)
+                reason = self._reason(plugin, context)
             if reason is None:
                 continue
             if not self.auto:
@@ -263,6 +299,21 @@ class Registry:
                     f'plugin {info.name!r} {reason}. Remove it, or use plugins="auto" to skip what cannot run here.'
                 )
             self._leave_out(plugin, reason)
+
+    def _reason(self, plugin: Any, context: BuildContext) -> str | None:
+        try:
+            reason = plugin.why_unavailable(context)
+        except PluginError:
+            raise
+        except Exception as error:
+            raise PluginHookError(
+                f"plugin {info_of(plugin).name!r} failed in why_unavailable: {type(error).__name__}: {error}"
+            ) from error
+        if reason is not None and not isinstance(reason, str):
+            raise PluginHookError(
+                f"plugin {info_of(plugin).name!r} returned {reason!r} from why_unavailable; it returns a text or None."
+            )
+        return reason
 
     def refuse_without_engine(self, why_not: str) -> None:
         """Refuse plugins that would do nothing because the model runs through its own `generate`.
@@ -340,9 +391,37 @@ class Registry:
         for owner, made in zip(owners, objects, strict=True):
             if not callable(made):
                 raise PluginHookError(f"plugin {owner!r} returned {made!r} for stage {stage!r}; a stage is callable.")
+            missing = [name for name in _METHODS.get(stage, ()) if not callable(getattr(made, name, None))]
+            if missing:
+                raise PluginHookError(
+                    f"plugin {owner!r} returned {made!r} for stage {stage!r}, which lacks {', '.join(missing)}. "
+                    f"See the protocol in llmopt.stages; a wrapping stage forwards what it does not change."
+                )
         self.chains[stage] = StageChain(stage, tuple(owners), tuple(objects))
         setattr(context.stages, stage, objects[-1])
         return objects[-1]
+
+    def run_stage(self, stage: str, wanted: type, *arguments: Any) -> Any:
+        """Call a stage that runs once, while the pipeline is built.
+
+        :param wanted: what it returns.
+        :raises PluginHookError: it raised, or returned something else; names its plugins.
+        """
+        chain = self.chains[stage]
+        who = f"plugin {' and '.join(map(repr, chain.plugins))}"
+        try:
+            result = chain.objects[-1](*arguments)
+        except LlmoptError:
+            raise
+        except Exception as error:
+            _, plugin = self.blame(error)
+            if not chain.plugins:
+                raise
+            who = who if plugin == "baseline" else f"plugin {plugin!r}"
+            raise PluginHookError(f"{who} failed in stage {stage!r}: {type(error).__name__}: {error}") from error
+        if chain.plugins and not isinstance(result, wanted):
+            raise PluginHookError(f"{who} returned {result!r} from stage {stage!r}, which returns a {wanted.__name__}.")
+        return result
 
     def _call(self, plugin: Any, hook: str, **arguments: Any) -> Any:
         """Call one hook of one plugin, so that an error always has a name."""

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict
 
 from llmopt.cli.output import console, print_json
 
 
 def run(*, as_json: bool) -> None:
-    """Print what every plugin declares, in the order of the layers."""
+    """Print what every plugin declares, in the order of the layers; on standard error, which are broken and why."""
     from llmopt.layers import LAYERS
-    from llmopt.registry import available_plugins
+    from llmopt.registry import scan_plugins
 
     order = {layer: number for number, layer in enumerate(LAYERS)}
-    infos = sorted(available_plugins(), key=lambda info: (order[info.layer], info.name))
+    found, broken = scan_plugins()
+    for reason in broken.values():
+        print(f"Left out: {reason}", file=sys.stderr)
+    infos = sorted(found, key=lambda info: (order[info.layer], info.name))
     if as_json:
         print_json([asdict(info) for info in infos])
         return

@@ -48,7 +48,7 @@ def accelerate(model: PreTrainedModel, plugins: Sequence[Any] | str = (), **opti
 
     Use it as a function, and call ``restore()`` on the result, or as a context manager::
 
-        with llmopt.accelerate(model, plugins=["native"]) as pipe:
+        with llmopt.accelerate(model, plugins=["paged_kv"]) as pipe:
             transformers.pipeline("text-generation", model=model, tokenizer=tokenizer)("Hello")
 
     Afterwards logits, config and `generate` of the model are what they were, bit for bit.

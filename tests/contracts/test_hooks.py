@@ -146,7 +146,7 @@ def test_wraps_stand_in_the_order_of_the_list_and_the_last_is_outermost(stage: s
             names = [p.info.name for p in listed]
             assert pipe.registry.chains[stage].owners == ("baseline", *names)
             last, first = getattr(pipe, stage), getattr(pipe, stage).inner
-            assert last is pipe.registry.chains[stage].outermost
+            assert last is pipe.registry.chains[stage].objects[-1]
             assert first.inner is getattr(pipe.baseline, stage)
             assert run_text(pipe) == TEXTS
             assert first.calls == last.calls > 0

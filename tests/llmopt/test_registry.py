@@ -14,6 +14,7 @@ import pytest
 
 import llmopt
 from llmopt import PluginInfo, hookimpl, registry
+from llmopt.cli.plugins import run as list_plugins
 from llmopt.errors import (
     ConfigError,
     InvalidPromptError,
@@ -108,6 +109,24 @@ def test_a_plugin_of_another_distribution_is_found_by_its_entry_point(monkeypatc
         assert [p["name"] for p in pipe.describe().plugins] == ["from_elsewhere"]
     with pytest.raises(PluginNotFoundError, match="Did you mean 'from_elsewhere'"):
         find_plugin("fromelsewhere")
+
+
+def test_a_broken_entry_point_is_named_with_its_reason_and_the_others_are_listed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    entry_points_of(monkeypatch, lost="no_such_module_anywhere:Plugin", odd="llmopt.layers:STAGES")
+    told = "entry point 'lost' .no_such_module_anywhere:Plugin. cannot be loaded: ModuleNotFoundError"
+    with pytest.raises(PluginError, match=told):
+        find_plugin("lost")
+    with pytest.raises(PluginError, match="entry point 'odd' .* is of no use: .* is not a plugin"):
+        find_plugin("odd")
+    assert "paged_kv" in [info.name for info in available_plugins()]
+    assert "'lost'" in caplog.text
+    list_plugins(as_json=False)
+    printed = capsys.readouterr()
+    assert "paged_kv" in printed.out
+    assert "'lost'" in printed.err
+    assert "ModuleNotFoundError" in printed.err
 
 
 def test_a_built_in_plugin_cannot_be_taken_over_by_an_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,6 +269,56 @@ class Configure(Plain):
     @hookimpl
     def llmopt_configure(self, config: Any) -> Any:
         return self.value(config)
+
+
+class OneHook(Plain):
+    """A plugin with one hook, made from a function of the hook's arguments."""
+
+    def __init__(self, hook: str, body: Any) -> None:
+        super().__init__("guilty")
+        setattr(self, hook, hookimpl(body))
+
+
+def _raise(*given: Any) -> Any:
+    raise ZeroDivisionError("by design")
+
+
+@pytest.mark.parametrize("stage", ["probe", "place", "shard"])
+@pytest.mark.parametrize(
+    ("act", "told"),
+    [
+        (_raise, "plugin 'guilty' failed in stage '{}': ZeroDivisionError: by design"),
+        (lambda *given: None, "plugin 'guilty' returned None from stage '{}', which returns a "),
+    ],
+)
+def test_a_stage_that_fails_while_the_pipeline_is_built_is_blamed_on_its_plugin(
+    stage: str, act: Any, told: str
+) -> None:
+    with pytest.raises(PluginHookError, match=told.format(stage)):
+        llmopt.build(MODEL, [OneHook(f"llmopt_replace_{stage}", lambda: act)])
+
+
+@pytest.mark.parametrize(("stage", "lacks"), [("allocate", "free, num_blocks_ever"), ("attend", "plan, write")])
+def test_a_stage_without_the_methods_of_its_protocol_is_refused_with_their_names(stage: str, lacks: str) -> None:
+    with pytest.raises(PluginHookError, match=f"plugin 'guilty' returned .* for stage '{stage}', which lacks {lacks}"):
+        llmopt.build(MODEL, [OneHook(f"llmopt_replace_{stage}", lambda: _raise)])
+
+
+@pytest.mark.parametrize(
+    ("why", "told"), [(_raise, "failed in why_unavailable: ZeroDiv"), (lambda c: True, "returned True from why_unav")]
+)
+def test_a_broken_answer_about_availability_is_blamed_on_its_plugin(why: Any, told: str) -> None:
+    plugin = Plain("guilty")
+    plugin.why_unavailable = why  # type: ignore[attr-defined]
+    with pytest.raises(PluginHookError, match=f"plugin 'guilty' {told}"):
+        llmopt.build(MODEL, [plugin])
+
+
+def test_plugins_may_be_none_and_one_alone_must_stand_in_a_list() -> None:
+    with llmopt.build(MODEL, plugins=None) as pipe:
+        assert pipe.registry.plugins == []
+    with pytest.raises(PluginError, match="plugins must be a list, found Plain"):
+        llmopt.build(MODEL, plugins=Plain("alone"))  # type: ignore[arg-type]
 
 
 def test_a_configuration_that_is_none_is_blamed_on_its_plugin() -> None:
