@@ -12,8 +12,8 @@ from llmopt.errors import UnsupportedModelError
 from llmopt.hf.attention import AttentionSwitch
 from llmopt.hf.cache import EngineCache
 from llmopt.hf.capabilities import input_device, text_config
+from llmopt.hf.probe_step import ProbeStep
 from llmopt.hf.rows import RowStates
-from llmopt.hf.step import ProbeStep
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
