@@ -49,10 +49,13 @@ class KVCache:
         with torch.inference_mode(False):  # tensors made in that mode could not be written to outside of it
             for i, s in self.shapes.items():
                 # torch.empty leaves the pages untouched: memory is taken as blocks are written
-                options = {"dtype": s.dtype, "device": s.device}
-                key = torch.empty(num_blocks, s.num_key_heads, block_size, s.key_dim, **options)
-                value = torch.empty(num_blocks, s.num_value_heads, block_size, s.value_dim, **options)
-                self.layers[i] = LayerKV(index=i, key=key, value=value)
+                key = (num_blocks, s.num_key_heads, block_size, s.key_dim)
+                value = (num_blocks, s.num_value_heads, block_size, s.value_dim)
+                self.layers[i] = LayerKV(
+                    index=i,
+                    key=torch.empty(key, dtype=s.dtype, device=s.device),
+                    value=torch.empty(value, dtype=s.dtype, device=s.device),
+                )
 
     @staticmethod
     def bytes_per_token(shapes: Mapping[int, LayerShape]) -> int:

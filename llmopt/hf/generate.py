@@ -53,6 +53,7 @@ class Generate:
         self.calls: Counter[str] = Counter()  # calls that the engine served, "native" and "lockstep"
         self.fall_backs: Counter[str] = Counter()  # reason -> calls that the model's own loop served
         self._call_numbers = itertools.count()
+        self._facts = _model_facts(pipeline.model) if pipeline.why_not is None else {}  # as the engine is built for
 
     def __call__(
         self,
@@ -137,6 +138,15 @@ class Generate:
         model = self.pipeline.model
         if model.training:
             return "the model is in training mode"
+        own = vars(model).get("prepare_inputs_for_generation")  # PEFT's prompt learning puts its own there
+        if own is not None and getattr(own, "__func__", None) is not type(model).prepare_inputs_for_generation:
+            return "prepare_inputs_for_generation of the model is replaced, and the engine prepares inputs its own way"
+        for name, fact in _model_facts(model).items():
+            if fact != self._facts[name]:
+                return (
+                    f"the model's {name} was {self._facts[name]} when the pipeline was built and is {fact} now; "
+                    "build again to have the engine run it"
+                )
         if torch.is_autocast_enabled(model.device.type):
             return "autocast is on, and the KV pool has the model's own dtype"
         if is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model):
@@ -178,3 +188,13 @@ class Generate:
             criteria.append(StopStringCriteria(stop_strings=strings, tokenizer=tokenizer))
         kwargs["stopping_criteria"] = criteria
         self._set(kwargs, "stop_strings", None)
+
+
+def _model_facts(model: PreTrainedModel) -> dict[str, Any]:
+    """What pool and limits of the engine are made for, by the names that people know it by."""
+    embeddings = model.get_input_embeddings()
+    return {
+        "dtype": model.dtype,
+        "device": model.device,
+        "number of embeddings": getattr(embeddings, "num_embeddings", None),
+    }

@@ -319,3 +319,41 @@ def test_the_text_generation_pipeline_gives_the_same_texts_with_the_demo_model(d
         tokenizer.padding_side = kept
     assert vars(model).keys() == before
     assert "Paris" in str(expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda m: m.to(torch.bfloat16), "dtype was torch.float32 when the pipeline was built and is torch.bfloat16"),
+        (lambda m: m.resize_token_embeddings(160), "number of embeddings was 128"),
+    ],
+    ids=["dtype", "embeddings"],
+)
+def test_a_model_that_changed_since_the_build_runs_its_own_loop(
+    model: Any, change: Callable[[Any], Any], reason: str
+) -> None:
+    with llmopt.accelerate(model) as pipe:
+        change(model)
+        ids = prompts().clone()
+        ids[:, 0] = model.get_input_embeddings().num_embeddings - 1  # a new id, where there are any
+        assert torch.equal(model.generate(ids, **NEW), GenerationMixin.generate(model, ids, **NEW))
+        assert not pipe.generate.calls
+        assert any(reason in found for found in pipe.generate.fall_backs)
+
+
+def test_inputs_that_a_wrapper_prepares_are_used_and_its_leftovers_do_no_harm(model: Any) -> None:
+    with llmopt.accelerate(model) as pipe:
+        plain = model.generate(prompts(), **NEW)
+        own = model.prepare_inputs_for_generation
+
+        def prompt_learning(input_ids: Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
+            return own(input_ids.flip(-1) if kwargs.get("is_first_iteration") else input_ids, *args, **kwargs)
+
+        model.prepare_inputs_for_generation = prompt_learning
+        expected = GenerationMixin.generate(model, prompts(), **NEW)
+        assert not torch.equal(expected, plain)
+        assert torch.equal(model.generate(prompts(), **NEW), expected)
+        assert any("prepare_inputs_for_generation" in found for found in pipe.generate.fall_backs)
+        model.prepare_inputs_for_generation = own  # as PEFT leaves it after a call
+        assert torch.equal(model.generate(prompts(), **NEW), plain)
+        assert sum(pipe.generate.calls.values()) == 2
