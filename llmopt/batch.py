@@ -95,7 +95,6 @@ class DraftTokens:
 
     token_ids: np.ndarray  # [B, num_draft] int64, -1 pads
     num_draft: np.ndarray  # [B] int32, how many of the row are real
-    probs: np.ndarray | None = None  # [B, num_draft, vocab] float32; None when the draft is deterministic
 
 
 @dataclass(slots=True)

@@ -82,7 +82,8 @@ def llmopt_wrap_tokenize(tokenize: Tokenize, config: PipelineConfig, context: Bu
 def llmopt_replace_encode_media(config: PipelineConfig, context: BuildContext) -> EncodeMedia | None:
     """Replace the preparation of images and audio.
 
-    Runs once per request that carries media, before it is admitted.
+    Runs once per request, on the caller's thread and outside of the lock, before it is admitted; also for requests
+    that carry nothing beside their ids.
 
     :returns: a stage of protocol `EncodeMedia`, or None when this plugin does not want to after all.
     """
@@ -94,7 +95,8 @@ def llmopt_wrap_encode_media(
 ) -> EncodeMedia | None:
     """Wrap the preparation of images and audio.
 
-    Runs once per request that carries media, before it is admitted.
+    Runs once per request, on the caller's thread and outside of the lock, before it is admitted; also for requests
+    that carry nothing beside their ids.
 
     :param encode_media: the stage as the plugins listed earlier left it.
     :returns: a stage of the same protocol, or None to leave it alone.

@@ -113,7 +113,8 @@ class InferencePipeline:
         if drafts is not None:
             batch = self.batch_builder.with_drafts(batch, drafts)
         mask = self.constrain(batch, drafts)
-        batch, drafts = self.exchange(batch, drafts)
+        exchanged = self.exchange(batch, drafts)
+        batch, drafts = exchanged
         self.adapt(batch)
         logits = self.execute(batch, drafts)
         accepted = self.verify(batch, drafts, logits, mask)
@@ -131,7 +132,7 @@ class InferencePipeline:
             self._is_stepping = True
             try:
                 try:
-                    output = self.step()
+                    output = recovery.checked_output(self.step())
                 except Exception as error:
                     output = self._recover(error)
             except BaseException:  # interrupted: what the cache holds is unknown
@@ -185,6 +186,11 @@ class InferencePipeline:
         :param listener: called after each step that gave the request tokens or ended it, on the stepping thread.
         :raises RequestError: when it can never run.
         """
+        self._prepare(request)
+        self._admit(request, listener)
+
+    def _prepare(self, request: Request) -> None:
+        """What happens on the caller's thread, outside of the lock."""
         self.check_supported()
         if request.is_finished:
             raise RequestError(f"request {request.request_id!r} has run already. Make a new one.")
@@ -193,13 +199,14 @@ class InferencePipeline:
                 f"request {request.request_id!r} asks for adapter {request.adapter!r}, and no plugin that loads "
                 "adapters is listed. Leave the adapter out, or build with such a plugin."
             )
-        what = f"request {request.request_id!r}"
-        with recovery.naming(self.registry, what):
+        with recovery.naming(self.registry, f"request {request.request_id!r}"):
             self.encode_media(request)
+
+    def _admit(self, request: Request, listener: Callable[[Request], None] | None = None) -> None:
         with self._lock:
             self._check_open()
             try:
-                with recovery.naming(self.registry, what):
+                with recovery.naming(self.registry, f"request {request.request_id!r}"):
                     self.admit(request, self.queue)
             except BaseException:
                 self.queue.remove(request)  # a wrapping plugin may raise after the baseline has taken it
@@ -213,10 +220,12 @@ class InferencePipeline:
 
         :raises RequestError: one of them can never run.
         """
+        for request in requests:
+            self._prepare(request)
         with self._lock:
             try:
                 for request in requests:
-                    self.add(request)
+                    self._admit(request)
             except BaseException:
                 for request in requests:
                     self.abort(request)

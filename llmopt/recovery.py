@@ -6,7 +6,9 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from llmopt.batch import StepOutput
+from torch import Tensor
+
+from llmopt.batch import AcceptedTokens, Batch, DraftTokens, StepOutput
 from llmopt.errors import LlmoptError, StageError
 from llmopt.request import Request, RequestStatus
 
@@ -34,7 +36,76 @@ def named(registry: Registry, error: BaseException, what: str) -> LlmoptError:
     return error if isinstance(error, LlmoptError) else _stage_error(registry, error, what)
 
 
+class WrongResultError(TypeError):
+    """A stage returned something that its protocol does not allow."""
+
+    def __init__(self, stage: str, found: object, wanted: str) -> None:
+        super().__init__(f"stage {stage!r} returned {_short(found)}; it returns {wanted}")
+        self.stage, self.found, self.wanted = stage, found, wanted
+
+
+def checked_output(output: StepOutput) -> StepOutput:
+    """What `commit` returned, if it is what it must be: nothing after it in the step would notice.
+
+    :raises WrongResultError: it is something else.
+    """
+    if not isinstance(output, StepOutput):
+        raise WrongResultError("commit", output, "a StepOutput")
+    return output
+
+
+def _wrong_result(registry: Registry, error: BaseException) -> WrongResultError | None:
+    """What a stage returned and another one stumbled over, read from the variables of the step that raised."""
+    if isinstance(error, WrongResultError):
+        return error
+    if not isinstance(error, (TypeError, AttributeError, ValueError)):
+        return None
+    from llmopt.pipeline import InferencePipeline
+
+    trace, step = error.__traceback__, InferencePipeline.step.__code__
+    while trace is not None and trace.tb_frame.f_code is not step:
+        trace = trace.tb_next
+    if trace is None:
+        return None
+    seen = trace.tb_frame.f_locals
+    pair = seen.get("exchanged")
+    is_pair = isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], Batch) and _is_drafts(pair[1])
+    if (
+        "exchanged" in seen and not is_pair and registry.chains["exchange"].plugins
+    ):  # the plain one hands on what it got
+        return WrongResultError("exchange", pair, "a Batch with DraftTokens or None")
+    if not isinstance(seen.get("batch"), Batch):
+        return WrongResultError("schedule", seen.get("batch"), "a Batch or None")
+    if not _is_drafts(seen.get("drafts")):
+        return WrongResultError("propose", seen.get("drafts"), "DraftTokens or None")
+    if not hasattr(seen.get("mask"), "apply") and seen.get("mask") is not None:
+        return WrongResultError("constrain", seen["mask"], "a LogitsMask or None")
+    if "logits" in seen and not isinstance(seen["logits"], Tensor):
+        return WrongResultError("execute", seen["logits"], "a Tensor")
+    if "accepted" in seen and not isinstance(seen["accepted"], AcceptedTokens):
+        return WrongResultError("verify", seen["accepted"], "AcceptedTokens")
+    return None
+
+
+def _is_drafts(value: object) -> bool:
+    return value is None or isinstance(value, DraftTokens)
+
+
+def _short(value: object) -> str:
+    """A value for a message: arrays and batches are long."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"a {type(value).__name__}"
+
+
 def _stage_error(registry: Registry, error: BaseException, what: str) -> StageError:
+    wrong = _wrong_result(registry, error)
+    plugins = registry.chains[wrong.stage].plugins if wrong is not None else []
+    if wrong is not None and plugins:
+        who = f"plugin {' or '.join(map(repr, plugins))}"
+        told = StageError(f"{who} returned {_short(wrong.found)} from stage {wrong.stage!r} for {what}; it returns "
+                          f"{wrong.wanted}.")  # fmt: skip
+        told.__cause__ = error
+        return told
     stage, plugin = registry.blame(error)
     where = "outside of the stages" if stage is None else f"in stage {stage!r}"
     who = "the baseline" if plugin == "baseline" else f"plugin {plugin!r}"
@@ -91,7 +162,7 @@ def _run_alone(pipeline: InferencePipeline, request: Request, verdict: Exception
     output = StepOutput()
     pipeline.queue = view
     try:
-        output = pipeline.step()
+        output = checked_output(pipeline.step())
     except Exception as raised:
         own_error = raised
     finally:

@@ -163,7 +163,6 @@ class Request:
     text: str = ""  # text that can no longer change, stop strings cut
     takes_best: bool = field(init=False)  # greedy, and nothing edits the logits
     text_state: Any = None  # state of the detokenizer, owned by `detokenize`
-    sampler_state: Any = None  # counts for penalties, owned by `verify`
     first_token_s: float | None = None  # time stamps of time.perf_counter()
     finished_s: float | None = None
 

@@ -97,6 +97,8 @@ def make_requests(pipeline: InferencePipeline, prompt: Prompt, options: Mapping[
     params = sampling_params(config, options.pop("sampling", None), options)
     with recovery.naming(pipeline.registry, f"request {request_id!r}"):
         prompt_ids = pipeline.tokenize(prompt)
+        if not isinstance(prompt_ids, list):
+            raise recovery.WrongResultError("tokenize", prompt_ids, "a list of ids")
     limit = pipeline.max_model_len
     new = params.max_new_tokens
     max_len = max(len(prompt_ids) + 1, limit) if new is None else len(prompt_ids) + new

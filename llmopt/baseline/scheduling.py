@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from llmopt.batch import AcceptedTokens, Batch, StepOutput
 from llmopt.errors import ContextLengthError, InvalidPromptError, RequestError, RequestTooLargeError
+from llmopt.recovery import WrongResultError
 from llmopt.request import RequestStatus
 
 if TYPE_CHECKING:
@@ -270,18 +271,25 @@ class BaselineCommit:
                 request.stop_reason = token_id
                 request.finish("stop")
             elif request.wants_text:
-                request.text += self.detokenize(request)
+                self._add_text(request)
                 if request.stop_reason is not None:
                     request.finish("stop")
             if not request.is_finished and request.num_tokens >= request.max_len:
                 request.finish("length")
             if request.is_finished:
                 if request.wants_text and not isinstance(request.stop_reason, str):  # nothing follows a stop string
-                    request.text += self.detokenize(request)
+                    self._add_text(request)
                     if request.finish_reason == "length" and request.stop_reason is not None:
                         request.finish("stop")
                 return count
         return len(token_ids)
+
+    def _add_text(self, request: Request) -> None:
+        piece = self.detokenize(request)
+        try:
+            request.text += piece
+        except TypeError as error:
+            raise WrongResultError("detokenize", piece, "a str") from error
 
     def _release(self, request: Request, output: StepOutput) -> None:
         self.queue.remove(request)

@@ -343,6 +343,27 @@ def test_a_finished_request_cannot_be_added_again() -> None:
             pipe.add(made)
 
 
+def test_media_of_many_requests_are_prepared_outside_of_the_lock() -> None:
+    free: list[bool] = []
+
+    def encode(inner: Any) -> Any:
+        def look(request: Request) -> None:
+            def try_lock() -> None:
+                with pipe._lock:
+                    free.append(True)
+
+            other = threading.Thread(target=try_lock, daemon=True)
+            other.start()
+            other.join(timeout=5.0)
+
+        return look
+
+    with build_tiny(plugins=[wrap("encode_media", encode)]) as pipe:
+        free.clear()  # the self-test has been there
+        pipe.batch([[5, 6], [7, 8]], max_new_tokens=2, progress=False)
+        assert free == [True, True]
+
+
 def test_an_adapter_that_nobody_loads_is_refused_on_arrival_and_disturbs_nobody() -> None:
     with build_tiny() as pipe:
         running = request([5, 6], "running")

@@ -28,7 +28,7 @@ from llmopt.errors import (
     StageError,
 )
 from llmopt.registry import Registry, available_plugins, find_plugin, make_plugin
-from llmopt.testing import tiny_model, tiny_prompts
+from llmopt.testing import tiny_model, tiny_prompts, tiny_tokenizer
 from llmopt_plugins import BUILTIN
 from llmopt_plugins.memory.paged_kv import PagedKv
 
@@ -400,13 +400,15 @@ def test_auto_with_the_built_in_plugins_builds_and_generates() -> None:
 
 
 # -- errors in a step ------------------------------------------------------------------------------------------------
-def raising_for(bad: str) -> Any:
+def raising_for(bad: str, error: Exception | None = None) -> Any:
+    error = error or ZeroDivisionError("by design")
+
     """Wrap a verifier so that it raises whenever this request is in the batch and has two output tokens."""
 
     def make(verify: Any) -> Any:
         def raise_for_one(batch: Any, *others: Any) -> Any:
             if any(r.request_id == bad and r.num_output_tokens >= 2 for r in batch.requests):
-                raise ZeroDivisionError("by design")
+                raise error
             return verify(batch, *others)
 
         return raise_for_one
@@ -441,6 +443,37 @@ def test_an_error_in_the_plain_stage_under_a_wrap_is_not_blamed_on_the_wrap() ->
     assert "stage 'verify'" in str(output.error)
     assert "the baseline" in str(output.error)
     assert "innocent" not in str(output.error)
+
+
+@pytest.mark.parametrize(
+    ("stage", "found", "wanted"),
+    [
+        ("schedule", "'soup'", "a Batch or None"),
+        ("propose", "'soup'", "DraftTokens or None"),
+        ("constrain", "'soup'", "a LogitsMask or None"),
+        ("exchange", "None", "a Batch with DraftTokens or None"),
+        ("execute", "None", "a Tensor"),
+        ("verify", "None", "AcceptedTokens"),
+        ("commit", "None", "a StepOutput"),
+        ("detokenize", "None", "a str"),
+        ("tokenize", "None", "a list of ids"),
+    ],
+)
+def test_a_stage_that_returns_the_wrong_thing_is_named_with_its_plugin(stage: str, found: str, wanted: str) -> None:
+    result = None if found == "None" else "soup"
+    plugin = OneHook(f"llmopt_replace_{stage}", lambda: lambda *given: result)
+    with llmopt.build(MODEL, [plugin], tokenizer=tiny_tokenizer(), self_test=False) as pipe:
+        told = f"plugin 'guilty' returned {found} from stage '{stage}' for request 'r'; it returns {wanted}"
+        with pytest.raises(StageError, match=told):
+            pipe.submit([5, 6], request_id="r", max_new_tokens=3, ignore_eos=True).result(timeout_s=30.0)
+        assert pipe.block_pool.num_used == 0
+        assert len(pipe.queue) == 0
+
+
+def test_a_wrong_result_does_not_hide_what_a_plugin_raised_itself() -> None:
+    with llmopt.build(MODEL, [WrapVerify(raising_for("r", TypeError("its own")), "guilty")]) as pipe:
+        (output,) = pipe.batch([{"prompt": [5, 6], "request_id": "r"}], max_new_tokens=4, progress=False)
+    assert "plugin 'guilty' failed in stage 'verify'" in str(output.error)
 
 
 def _broken_verify(self: Any, *given: Any) -> Any:
