@@ -138,6 +138,8 @@ class PreparedCall:
     def _prompts(self) -> list[list[int]] | str:
         """The rows without their left pads, or the reason why they have none."""
         ids = self.input_ids
+        if ids.shape[0] == 0:
+            return "the batch is empty"
         if self.prompt_width == 0:
             return "the prompt is empty"
         mask = self.model_kwargs.get("attention_mask")
@@ -146,8 +148,11 @@ class PreparedCall:
             rows = [[0] * self.prompt_width for _ in rows]
         if mask is None:
             return rows
-        if mask.shape != (ids.shape[0], self.prompt_width):
-            return "the attention mask is longer than the prompt"
+        expected = [ids.shape[0], self.prompt_width]
+        if list(mask.shape) != expected:
+            if mask.dim() == 2 and mask.shape[0] == expected[0] and mask.shape[1] > expected[1]:
+                return "the attention mask is longer than the prompt"
+            return f"the attention mask has shape {list(mask.shape)}, and {expected} goes with the prompt"
         mask = mask.long()
         lengths = mask.sum(dim=-1)
         starts = self.prompt_width - lengths

@@ -130,6 +130,12 @@ def test_an_empty_prompt_is_transformers_error(pair: Pair) -> None:
     assert way == "the prompt is empty"
 
 
+def test_an_empty_batch_is_transformers_error(pair: Pair) -> None:
+    result, way = pair.same(torch.empty(0, 5, dtype=torch.long), max_new_tokens=4)
+    assert isinstance(result, RuntimeError)
+    assert way == "the batch is empty"
+
+
 @pytest.mark.parametrize(
     ("num_hidden", "way"),
     [(0, "position_ids do not follow the prompt"), (1, "the attention mask is longer than the prompt")],
@@ -148,6 +154,14 @@ def test_a_mask_that_is_longer_than_the_prompt_does_what_transformers_does(
 def test_a_mask_of_more_than_two_dimensions_is_an_error(pair: Pair, dims: int) -> None:
     result, _ = pair.same(prompts(), attention_mask=torch.ones((3,) + (7,) * (dims - 1), dtype=torch.long))
     assert isinstance(result, ValueError)
+
+
+def test_a_mask_per_pair_of_tokens_falls_back_with_its_shape(pair: Pair) -> None:
+    mask = torch.ones(3, 1, 7, 7, dtype=torch.bool).tril()
+    embeddings = pair.model.get_input_embeddings()(prompts()).detach()
+    positions = torch.arange(7).expand(3, 7)
+    _, way = pair.same(inputs_embeds=embeddings, attention_mask=mask, position_ids=positions, max_new_tokens=1)
+    assert way == "the attention mask has shape [3, 1, 7, 7], and [3, 7] goes with the prompt"
     assert "2D" in str(result)
 
 
