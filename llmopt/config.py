@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
+from numbers import Integral, Real
 from typing import Any
 
 from llmopt.errors import ConfigError
+
+_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {  # annotation of a setting -> test of a value, and its name
+    "int": (lambda v: isinstance(v, Integral) and not isinstance(v, bool), "an int"),
+    "float": (lambda v: isinstance(v, Real) and not isinstance(v, bool), "a number"),
+    "bool": (lambda v: isinstance(v, bool), "True or False"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +73,13 @@ class PipelineConfig:
         return config
 
     def check(self) -> None:
-        """Raise `ConfigError` for values out of range."""
+        """Raise `ConfigError` for values of the wrong type or out of range."""
+        for section in fields(self):
+            for setting in fields(getattr(self, section.name)):
+                value = getattr(getattr(self, section.name), setting.name)
+                is_right, want = _KINDS[str(setting.type).removesuffix(" | None")]
+                if not is_right(value) and not (value is None and str(setting.type).endswith("None")):
+                    raise ConfigError(f"the configuration needs {setting.name} as {want}, found {value!r}.")
         wants: tuple[tuple[bool, str, object], ...] = (
             (self.scheduling.max_num_requests >= 1, "max_num_requests >= 1", self.scheduling.max_num_requests),
             (self.scheduling.max_tokens_per_step >= 1, "max_tokens_per_step >= 1", self.scheduling.max_tokens_per_step),
@@ -73,6 +87,7 @@ class PipelineConfig:
             (0.0 < self.memory.memory_fraction <= 1.0, "0 < memory_fraction <= 1", self.memory.memory_fraction),
             (self.memory.max_model_len is None or self.memory.max_model_len >= 2, "max_model_len >= 2",
              self.memory.max_model_len),
+            (self.memory.pool_bytes is None or self.memory.pool_bytes >= 1, "pool_bytes >= 1", self.memory.pool_bytes),
             (self.speculation.max_num_draft >= 0, "max_num_draft >= 0", self.speculation.max_num_draft),
         )  # fmt: skip
         for holds, want, found in wants:

@@ -99,6 +99,7 @@ class InferencePipeline:
         self._thread: threading.Thread | None = None
         self._is_closed = False
         self._is_stepping = False
+        self.has_noted_ignored = False  # whether fields of the generation config that requests ignore were warned of
         names = ("num_steps", "num_step_tokens", "num_new_tokens", "num_finished", "num_aborted", "num_errors")
         self._counts = dict.fromkeys(names, 0)
         self._step_s = 0.0

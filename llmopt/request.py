@@ -77,6 +77,8 @@ class SamplingParams:
         for name in ("stop", "stop_token_ids"):
             if not isinstance(getattr(self, name), Iterable):
                 raise RequestError(f"sampling parameters need {name} as a list, found {getattr(self, name)!r}.")
+        if self.logit_bias is not None and not isinstance(self.logit_bias, Mapping):
+            raise RequestError(f"logit_bias maps token ids to numbers, as a dict, found {self.logit_bias!r}.")
         for token_id, bias in (self.logit_bias or {}).items():
             if not _is_int(token_id) or not _is_finite(bias):
                 raise RequestError(f"logit_bias maps token ids (ints) to finite numbers, found {token_id!r}: {bias!r}.")

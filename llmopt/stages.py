@@ -48,7 +48,8 @@ class EncodeMedia(Protocol):
     def __call__(self, request: Request) -> None:
         """Prepare what a request carries beside its ids (images, audio): read and write ``request.media``.
 
-        Called once for every request, on the caller's thread, before it is admitted. The baseline leaves requests as they are.
+        Called once for every request, on the caller's thread, before it is admitted. The baseline leaves
+        requests as they are.
         """
 
 

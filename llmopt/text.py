@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from llmopt import recovery
 from llmopt.errors import RequestError
+from llmopt.hf.fields import FIELDS
 from llmopt.request import Request, SamplingParams
 
 if TYPE_CHECKING:
@@ -18,6 +21,8 @@ if TYPE_CHECKING:
 
     from llmopt.pipeline import InferencePipeline
     from llmopt.stages import Prompt
+
+logger = logging.getLogger("llmopt")
 
 _SAMPLING = {f.name for f in fields(SamplingParams)}
 _REQUEST = {"request_id", "priority", "adapter", "logits_processors"}
@@ -60,6 +65,10 @@ def sampling_params(
 ) -> SamplingParams:
     """Sampling parameters from keyword arguments; what is not given, or None, comes from the generation config.
 
+    Read from it: ``max_new_tokens``, ``repetition_penalty`` and, with ``do_sample``, ``temperature``, ``top_k``,
+    ``top_p`` and ``min_p``; its end ids are read by `make_requests`. Its other fields have no effect on requests of
+    ``stream``, ``batch`` and ``submit``; `generate` follows all of them.
+
     :raises RequestError: for names that do not exist, and values out of range.
     """
     unknown = set(options) - _SAMPLING
@@ -72,7 +81,10 @@ def sampling_params(
             raise RequestError(f"sampling must be SamplingParams, found {type(given).__name__}.")
         values = {name: getattr(given, name) for name in _SAMPLING}
     else:
-        values = {"repetition_penalty": config.repetition_penalty or 1.0}
+        values = {
+            "max_new_tokens": config.max_new_tokens,
+            "repetition_penalty": config.repetition_penalty or 1.0,
+        }
         if config.do_sample:
             values |= {
                 "temperature": 1.0 if config.temperature is None else config.temperature,
@@ -81,6 +93,40 @@ def sampling_params(
                 "min_p": config.min_p or 0.0,
             }
     return SamplingParams(**{**values, **{name: value for name, value in options.items() if value is not None}})
+
+
+_READ = {"max_new_tokens", "repetition_penalty", "do_sample", "temperature", "top_k", "top_p", "min_p", "eos_token_id"}
+_NEUTRAL = {"pad_token_id", "bos_token_id", "use_cache", "cache_implementation", "max_length"}  # no choice of tokens
+
+
+_OFF_AT_ONE = {"num_beams", "num_return_sequences", "typical_p", "guidance_scale", "encoder_repetition_penalty"}
+
+
+def _is_on(name: str, value: Any) -> bool:
+    """Whether a field of a generation config asks for anything."""
+    if name.endswith("_id"):
+        return value is not None  # 0 is an id
+    return bool(value) and not (name in _OFF_AT_ONE and value == 1)
+
+
+def _note_ignored(pipeline: InferencePipeline, config: GenerationConfig) -> None:
+    """Warn once per pipeline of fields of the model's generation config that would change what is generated."""
+    if pipeline.has_noted_ignored:
+        return
+    pipeline.has_noted_ignored = True
+    ignored = [
+        name
+        for name, served in FIELDS.items()
+        if served.way != "no effect"
+        and name not in _READ | _NEUTRAL
+        and not name.startswith(("output_", "return_"))
+        and _is_on(name, getattr(config, name, None))
+    ]
+    if ignored:
+        logger.warning(
+            "stream, batch and submit do not read these fields of the model's generation config: %s. `generate` does.",
+            ", ".join(sorted(ignored)),
+        )
 
 
 def make_requests(pipeline: InferencePipeline, prompt: Prompt, options: Mapping[str, Any]) -> list[Request]:
@@ -93,13 +139,22 @@ def make_requests(pipeline: InferencePipeline, prompt: Prompt, options: Mapping[
     options = dict(options)
     request_id = str(options.pop("request_id", None) or f"request-{next(_numbers)}")
     others = {name: options.pop(name) for name in list(options) if name in _REQUEST}
+    processors = others.get("logits_processors", ())
+    if not isinstance(processors, Sequence) or not all(map(callable, processors)):
+        raise RequestError(f"logits_processors must be a list of callables, found {processors!r}.")
     config = pipeline.model.generation_config
-    params = sampling_params(config, options.pop("sampling", None), options)
+    given = options.pop("sampling", None)
+    _note_ignored(pipeline, config)
+    params = sampling_params(config, given, options)
     with recovery.naming(pipeline.registry, f"request {request_id!r}"):
         prompt_ids = pipeline.tokenize(prompt)
         if not isinstance(prompt_ids, list):
             raise recovery.WrongResultError("tokenize", prompt_ids, "a list of ids")
     limit = pipeline.max_model_len
+    if given is None and options.get("max_new_tokens") is None and params.max_new_tokens is not None:
+        # the model's own wish, which the caller did not choose: what fits of it
+        room = max(1, limit - len(prompt_ids), params.min_new_tokens)
+        params = replace(params, max_new_tokens=min(params.max_new_tokens, room))
     new = params.max_new_tokens
     max_len = max(len(prompt_ids) + 1, limit) if new is None else len(prompt_ids) + new
     eos = config.eos_token_id
@@ -132,12 +187,15 @@ def stream(pipeline: InferencePipeline, prompt: Prompt, **options: Any) -> Itera
     The request is aborted when the generator is closed early.
 
     :param prompt: text, chat messages, or token ids.
-    :param options: fields of `SamplingParams` (also as ``sampling=``), ``request_id``, ``priority``, ``adapter``.
+    :param options: fields of `SamplingParams` (also as ``sampling=``), ``request_id``, ``priority``, ``adapter``,
+        ``logits_processors``. What is not given comes from the model's generation config: see `sampling_params`, which
+        says which of its fields count.
     :raises RequestError: bad prompt or parameters, at the call and not at the first piece.
     """
     requests = make_requests(pipeline, prompt, options)
     if len(requests) != 1:
-        raise RequestError(f"a stream has one continuation, n={len(requests)} was asked for. Use batch or submit.")
+        raise RequestError(f"a stream has one continuation, n={len(requests)} was asked for. Use batch, or a "
+                           "stream for each.")  # fmt: skip
     (request,) = requests
     if not request.wants_text:
         raise RequestError("a stream needs a tokenizer, and the pipeline has none. Pass tokenizer=... to build.")
@@ -169,7 +227,7 @@ def _pieces(pipeline: InferencePipeline, request: Request) -> Iterator[str]:
 
 
 def batch(
-    pipeline: InferencePipeline, requests: Sequence[Any], *, progress: bool = True, **options: Any
+    pipeline: InferencePipeline, requests: Iterable[Any], *, progress: bool = True, **options: Any
 ) -> list[TextOutput]:
     """Run many requests at once and return their outputs in order, ``n`` of them for each.
 
@@ -180,6 +238,7 @@ def batch(
     :param options: defaults for all requests.
     :raises RequestError: a request is malformed or can never run; nothing is started then.
     """
+    _check_is_many(requests)
     made: list[Request] = []
     for number, entry in enumerate(requests):
         own: dict[str, Any] = {"prompt": entry}
@@ -200,6 +259,22 @@ def batch(
         for request in made:
             pipeline.abort(request)
     return [TextOutput.of(r) for r in made]
+
+
+def _check_is_many(requests: Any) -> None:
+    """Refuse one prompt where many are wanted.
+
+    :raises RequestError: says what to write instead.
+    """
+    if isinstance(requests, (str, bytes)):
+        raise RequestError(f"batch takes a list of prompts, found the text {requests[:40]!r}. Write batch([prompt]).")
+    if isinstance(requests, Mapping) or not isinstance(requests, Iterable):
+        raise RequestError(f"batch takes a list of prompts, found {type(requests).__name__}. Write batch([...]).")
+    first = requests[0] if isinstance(requests, Sequence) and requests else None
+    if isinstance(first, Mapping) and "role" in first and "prompt" not in first:
+        raise RequestError("batch takes a list of prompts, found one list of messages. Write batch([messages]).")
+    if isinstance(first, Integral):
+        raise RequestError("batch takes a list of prompts, found one list of token ids. Write batch([ids]).")
 
 
 @contextlib.contextmanager

@@ -42,6 +42,8 @@ from tests.llmopt.helpers import request
         ({"stop": 3}, "stop as a list, found 3"),
         ({"stop_token_ids": 3}, "stop_token_ids as a list"),
         ({"stop_token_ids": ["3"]}, "stop_token_ids that are ints"),
+        ({"logit_bias": [(7, 1.0)]}, "logit_bias maps token ids to numbers, as a dict, found"),
+        ({"logit_bias": 7}, "as a dict, found 7"),
         ({"logit_bias": {"7": 1.0}}, "logit_bias maps token ids .ints. to finite numbers, found '7'"),
         ({"logit_bias": {7: float("inf")}}, "finite numbers, found 7: inf"),
     ],

@@ -132,6 +132,59 @@ def test_the_models_generation_config_gives_the_defaults(tiny: InferencePipeline
     assert got == alone(tiny, [5, 6], max_new_tokens=9, **options)
 
 
+def test_the_models_generation_config_limits_the_output_as_far_as_the_context_goes() -> None:
+    model = tiny_model()
+    model.generation_config.max_new_tokens = 30
+    with llmopt.build(model, max_model_len=24) as pipe:
+        assert len(alone(pipe, [5, 6], ignore_eos=True)) == 22
+        assert len(alone(pipe, [5, 6], ignore_eos=True, max_new_tokens=4)) == 4
+        model.generation_config.max_new_tokens = 5
+        assert len(alone(pipe, [5, 6], ignore_eos=True)) == 5
+        assert len(alone(pipe, [5, 6], ignore_eos=True, max_new_tokens=8)) == 8
+        assert len(alone(pipe, [5, 6], sampling=SamplingParams(ignore_eos=True))) == 22
+
+
+def test_fields_of_the_generation_config_that_requests_ignore_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_model()
+    model.generation_config.update(
+        suppress_tokens=[7], bad_words_ids=[[8]], typical_p=1.0, temperature=0.5, num_beams=1
+    )
+    model.generation_config.update(remove_invalid_values=True, no_repeat_ngram_size=0, forced_eos_token_id=1)
+    with llmopt.build(model) as pipe:
+        caplog.clear()
+        for _ in range(2):
+            alone(pipe, [5, 6], max_new_tokens=2)
+    (record,) = caplog.records
+    assert (
+        "generation config: bad_words_ids, forced_eos_token_id, remove_invalid_values, suppress_tokens. `gen"
+        in record.getMessage()
+    )
+
+
+@pytest.mark.parametrize(
+    ("requests", "told"),
+    [
+        ("hello", r"found the text 'hello'. Write batch\(\[prompt\]\)"),
+        ([{"role": "user", "content": "hi"}], r"one list of messages. Write batch\(\[messages\]\)"),
+        ([5, 6, 7], r"one list of token ids. Write batch\(\[ids\]\)"),
+        ({"prompt": "hi"}, "found dict"),
+        (None, "found NoneType"),
+    ],
+)
+def test_one_prompt_where_many_are_wanted_is_refused_with_the_list_that_was_meant(
+    spoken: InferencePipeline, requests: Any, told: str
+) -> None:
+    with pytest.raises(RequestError, match=told):
+        spoken.batch(requests, progress=False)
+
+
+@pytest.mark.parametrize("processors", [3, [3], lambda ids, logits: logits])
+def test_processors_that_cannot_be_called_are_refused_on_arrival(tiny: InferencePipeline, processors: Any) -> None:
+    with pytest.raises(RequestError, match="logits_processors must be a list of callables"):
+        tiny.batch([[5, 6]], logits_processors=processors, max_new_tokens=2, progress=False)
+    assert_idle(tiny)
+
+
 @pytest.mark.parametrize(("limit", "count"), [(1, 1), (7, 7), (None, 253)])
 def test_the_limit_of_new_tokens_is_exact_and_without_one_the_context_is_filled(
     tiny: InferencePipeline, limit: int | None, count: int
