@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from llmopt.errors import UnsupportedModelError
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from llmopt.hf.capabilities import Capabilities
 
 _MAX_POSITIONS = 1 << 20  # masks are compared up to here
+
+# Tensors that `generate` gives every model.
+_PREPARED = {"input_ids", "attention_mask", "position_ids", "cache_position"}
 
 
 def random_ids(model: PreTrainedModel, vocab_size: int, count: int, seed: int) -> np.ndarray:
@@ -49,7 +53,7 @@ def probe_layers(model: PreTrainedModel, capabilities: Capabilities) -> None:
         inputs["position_ids"] = torch.arange(3, device=device)[None]
     switch = AttentionSwitch(model)
     cache = EngineCache(text_config(model), step)
-    _check_positions(model, cache, inputs)
+    _check_prepared_inputs(model, cache, inputs)
     states = RowStates(model, cache)
     try:
         with switch(step), states.forward([0], is_prompt=True):
@@ -73,17 +77,40 @@ def probe_layers(model: PreTrainedModel, capabilities: Capabilities) -> None:
         raise UnsupportedModelError("its layers do not call the attention function that its config names")
 
 
-def _check_positions(model: Any, cache: EngineCache, inputs: dict[str, Any]) -> None:
-    """Raise for a model whose `generate` gives its forward other positions than 0, 1, 2, ...: no forward shows that."""
-    given = inputs.get("position_ids")
-    prepared = model.prepare_inputs_for_generation(
-        inputs["input_ids"],
-        position_ids=given,
-        attention_mask=None,
-        cache=cache,
-        use_cache=True,
-        is_first_iteration=False,
-    )
-    used = prepared.get("position_ids")
-    if given is not None and used is not None and not torch.equal(used, given):
-        raise UnsupportedModelError(f"{type(model).__name__} changes the positions that generate gives it")
+def _check_prepared_inputs(model: Any, cache: EngineCache, inputs: dict[str, Any]) -> None:
+    """Raise for a model whose `generate` gives its forward more or other inputs than the engine: no forward shows that.
+
+    The inputs are a prompt; its last token stands for a decode.
+    """
+    name = f"prepare_inputs_for_generation of {type(model).__name__}"
+    ids, positions = inputs["input_ids"], inputs.get("position_ids")
+    mask = torch.ones_like(ids)
+    for length in (ids.shape[1], 1):
+        is_prompt = length > 1
+        given = {"input_ids": ids[:, -length:], "attention_mask": mask}
+        if positions is not None:
+            given["position_ids"] = positions[:, -length:]
+        try:
+            prepared = model.prepare_inputs_for_generation(
+                ids,
+                next_sequence_length=None if is_prompt else length,
+                **{k: v for k, v in given.items() if k != "input_ids"},
+                cache=cache,
+                use_cache=True,
+                is_first_iteration=is_prompt,
+            )
+        except Exception as error:
+            raise UnsupportedModelError(f"{name} fails ({type(error).__name__}: {error})") from error
+        used = prepared.get("position_ids")
+        if positions is not None and used is not None and not torch.equal(used, given["position_ids"]):
+            raise UnsupportedModelError(f"{type(model).__name__} changes the positions that generate gives it")
+        if not isinstance(prepared.get("input_ids"), Tensor) or not torch.equal(
+            prepared["input_ids"], given["input_ids"]
+        ):
+            raise UnsupportedModelError(f"{name} changes the ids that generate gives it")
+        used = prepared.get("attention_mask")
+        if isinstance(used, Tensor) and used.dim() == 2 and not torch.equal(used.long(), mask):
+            raise UnsupportedModelError(f"{name} changes the mask that generate gives it")
+        added = [k for k, v in prepared.items() if isinstance(v, Tensor) and k not in _PREPARED]
+        if added:
+            raise UnsupportedModelError(f"{name} adds {', '.join(added)}, which the engine does not make")

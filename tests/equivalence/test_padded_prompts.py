@@ -227,6 +227,67 @@ class _MovedPositions(LlamaForCausalLM):
         return {**inputs, "position_ids": inputs["position_ids"] + 1}
 
 
+class _OtherIds(LlamaForCausalLM):
+    """Reads the prompt backwards."""
+
+    def prepare_inputs_for_generation(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        ids = input_ids.flip(-1) if kwargs.get("is_first_iteration") else input_ids
+        inputs: dict[str, Any] = super().prepare_inputs_for_generation(ids, *args, **kwargs)
+        return inputs
+
+
+class _OtherDecodes(LlamaForCausalLM):
+    """Decodes from the token after the last one."""
+
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        inputs: dict[str, Any] = super().prepare_inputs_for_generation(*args, **kwargs)
+        return inputs if kwargs.get("is_first_iteration") else {**inputs, "input_ids": inputs["input_ids"] + 1}
+
+
+class _VirtualTokens(LlamaForCausalLM):
+    """Puts embeddings in the place of ids, as prompt learning does."""
+
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        inputs: dict[str, Any] = super().prepare_inputs_for_generation(*args, **kwargs)
+        if kwargs.get("is_first_iteration"):
+            embeddings = self.get_input_embeddings()(inputs.pop("input_ids"))
+            inputs["inputs_embeds"] = embeddings + 0.5
+        return inputs
+
+
+class _MoreInputs(LlamaForCausalLM):
+    """Gives its forward a tensor of its own."""
+
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        inputs: dict[str, Any] = super().prepare_inputs_for_generation(*args, **kwargs)
+        return {**inputs, "bias": torch.ones(1)}
+
+    def forward(self, *args: Any, bias: Tensor | None = None, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        if bias is not None:
+            output.logits = -output.logits
+        return output
+
+
+@pytest.mark.parametrize(
+    ("cls", "reason"),
+    [
+        (_OtherIds, "changes the ids"),
+        (_OtherDecodes, "changes the ids"),
+        (_VirtualTokens, "changes the ids"),
+        (_MoreInputs, "adds bias"),
+    ],
+)
+def test_a_model_that_prepares_other_inputs_is_left_to_its_own_loop(cls: type, reason: str) -> None:
+    model = tiny_llama()
+    model.__class__ = cls
+    ids = torch.tensor([[5, 9, 33, 7], [17, 3, 44, 25]])
+    expected = model.generate(ids, max_new_tokens=6, do_sample=False)
+    with llmopt.build(model, block_size=4) as pipe:
+        assert torch.equal(pipe.generate(ids, max_new_tokens=6, do_sample=False), expected)
+        assert reason in str(pipe.why_not)
+
+
 class _OwnPositions(LlamaForCausalLM):
     """Counts columns, pads included."""
 
