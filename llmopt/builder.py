@@ -71,7 +71,7 @@ class _Builder:
     ) -> None:
         self.registry = registry
         self.config = config
-        self.context = BuildContext(model=_unwrap(model), tokenizer=tokenizer)
+        self.context = BuildContext(model=unwrap(model), tokenizer=tokenizer)
         self.notes: list[str] = []
 
     def build(self) -> InferencePipeline:
@@ -219,13 +219,21 @@ class _Builder:
         return wanted, BlockPool(min(num_blocks, -(-wanted // size) * max_num_requests), size)
 
 
-def _unwrap(model: Any) -> PreTrainedModel:
+def unwrap(model: Any) -> PreTrainedModel:
     """Take the transformers model out of a PEFT wrapper.
 
-    :raises ModelError: for anything that is not a model of transformers.
+    :raises ModelError: for anything that is not a model of transformers, and for a wrapper whose adapter is not in the
+        model: prompt learning, which puts virtual tokens in front of the prompt.
     """
     from transformers import PreTrainedModel
 
+    adapters = getattr(model, "peft_config", None)
+    for name, adapter in adapters.items() if isinstance(adapters, dict) else ():
+        if getattr(adapter, "is_prompt_learning", False):
+            raise ModelError(
+                f"adapter {name!r} ({type(adapter).__name__}) is prompt learning, whose virtual tokens the engine does "
+                "not have. Call the wrapper's own generate, or pass model.get_base_model() to run without the adapter."
+            )
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not isinstance(inner, PreTrainedModel):
         raise ModelError(

@@ -298,10 +298,14 @@ class InferencePipeline:
             time.sleep(0.00005)  # long enough for the others to wake up
 
     def check_supported(self) -> None:
-        """Raise `UnsupportedModelError` when only `generate` works, through the model's own loop."""
+        """Raise `UnsupportedModelError` when only `generate` works, through the model's own loop, now or always."""
         if self.why_not is not None:
             raise UnsupportedModelError(
                 f"the engine cannot run this model: {self.why_not}. `generate` works, through the model's own loop."
+            )
+        if self.model.training:
+            raise UnsupportedModelError(
+                "the model is in training mode, so dropout would change its tokens. Call model.eval() first."
             )
 
     def _check_open(self) -> None:

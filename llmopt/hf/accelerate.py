@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from llmopt.builder import build
+from llmopt.builder import build, unwrap
 from llmopt.errors import ModelError
 
 if TYPE_CHECKING:
@@ -54,12 +54,12 @@ def accelerate(model: PreTrainedModel, plugins: Sequence[Any] | str = (), **opti
     Afterwards logits, config and `generate` of the model are what they were, bit for bit.
 
     :param plugins: as in `llmopt.build`, and so are the options.
-    :raises ModelError: the model is accelerated already, or is no loaded model.
+    :raises ModelError: the model is accelerated already, is no loaded model, or is wrapped by prompt learning of PEFT.
     """
     if isinstance(model, str):
         raise ModelError("accelerate changes a loaded model. Load it first, or use llmopt.build with its name.")
-    inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
-    own = getattr(inner, "__dict__", {}).get("generate")
+    inner: Any = unwrap(model)
+    own = vars(inner).get("generate")
     if own is not None and getattr(own, "__func__", None) is type(inner).generate:
         del inner.generate  # a copy of an accelerated model holds its class's own
     elif own is not None:

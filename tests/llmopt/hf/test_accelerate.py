@@ -357,3 +357,35 @@ def test_inputs_that_a_wrapper_prepares_are_used_and_its_leftovers_do_no_harm(mo
         model.prepare_inputs_for_generation = own  # as PEFT leaves it after a call
         assert torch.equal(model.generate(prompts(), **NEW), plain)
         assert sum(pipe.generate.calls.values()) == 2
+
+
+class _Wrapper(torch.nn.Module):
+    """What the engine reads of a PEFT wrapper: the model inside, and the configs of its adapters by name."""
+
+    def __init__(self, model: Any, is_prompt_learning: bool) -> None:
+        super().__init__()
+        self.base_model = model
+        self.peft_config = {"default": types.SimpleNamespace(is_prompt_learning=is_prompt_learning)}
+
+    def get_base_model(self) -> Any:
+        return self.base_model
+
+
+@pytest.mark.parametrize("enter", [llmopt.build, llmopt.accelerate])
+def test_prompt_learning_is_refused_and_other_wrappers_are_opened(model: Any, enter: Callable[[Any], Any]) -> None:
+    with pytest.raises(ModelError, match=r"prompt learning.*generate"):
+        enter(_Wrapper(model, is_prompt_learning=True))
+    assert "generate" not in vars(model)
+    with enter(_Wrapper(model, is_prompt_learning=False)) as pipe:
+        assert pipe.model is model
+
+
+@pytest.mark.parametrize("face", ["stream", "batch", "submit"])
+def test_text_is_not_made_by_a_model_in_training_mode(model: Any, face: str) -> None:
+    with llmopt.build(model, tokenizer=tiny_tokenizer()) as pipe:
+        model.train()
+        prompt: Any = ["the"] if face == "batch" else "the"
+        with pytest.raises(ModelError, match=r"training mode.*eval\(\)"):
+            list(getattr(pipe, face)(prompt, max_new_tokens=2))
+        model.eval()
+        assert pipe.batch(["the"], max_new_tokens=2, progress=False)[0].error is None
