@@ -87,7 +87,6 @@ class PipelineConfig:
             (0.0 < self.memory.memory_fraction <= 1.0, "0 < memory_fraction <= 1", self.memory.memory_fraction),
             (self.memory.max_model_len is None or self.memory.max_model_len >= 2, "max_model_len >= 2",
              self.memory.max_model_len),
-            (self.memory.pool_bytes is None or self.memory.pool_bytes >= 1, "pool_bytes >= 1", self.memory.pool_bytes),
             (self.speculation.max_num_draft >= 0, "max_num_draft >= 0", self.speculation.max_num_draft),
         )  # fmt: skip
         for holds, want, found in wants:

@@ -161,7 +161,6 @@ def test_an_option_of_the_pipeline_that_does_not_exist_is_refused_with_the_known
         ({"max_num_requests": "8"}, "max_num_requests as an int, found '8'"),
         ({"block_size": True}, "block_size as an int, found True"),
         ({"pool_bytes": 1e6}, "pool_bytes as an int, found 1000000.0"),
-        ({"pool_bytes": -1}, "pool_bytes >= 1"),
         ({"max_num_draft": None}, "max_num_draft as an int, found None"),
         ({"memory_fraction": "half"}, "memory_fraction as a number, found 'half'"),
         ({"self_test": "no"}, "self_test as True or False, found 'no'"),
