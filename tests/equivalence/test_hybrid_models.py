@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import llmopt
-from llmopt.errors import StageError
+from llmopt.errors import UnsupportedModelError
 from llmopt.request import Request, SamplingParams
 from tests.equivalence.hybrid_configs import HYBRID_CONFIGS
 
@@ -194,5 +194,5 @@ def test_a_scheduler_that_splits_prompts_is_told() -> None:
     pipe.add(one)
     while not one.is_finished:
         pipe.advance()
-    assert isinstance(one.error, StageError)
+    assert isinstance(one.error, UnsupportedModelError)
     assert "in one piece" in str(one.error)
