@@ -1,0 +1,46 @@
+// One forward of a whole decoder: one call per step, on a team of threads.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+
+#include "llmopt/decoder_spec.h"
+#include "llmopt/layer_cache.h"
+#include "llmopt/step_plan.h"
+#include "llmopt/thread_team.h"
+
+namespace llmopt {
+
+struct DecoderInputs {
+  std::span<const int64_t> token_ids;       // [T]
+  std::span<const int64_t> positions;       // [T]
+  std::span<const int64_t> logits_indices;  // [R] packed tokens whose logits are wanted, ascending
+  float* logits = nullptr;                  // [R, vocab_size] float32, or null: only the best of each row
+  int64_t* best = nullptr;                  // [R] index of the largest logit; null: not wanted
+  float* best_values = nullptr;             // [R] that logit
+};
+
+// The spec is checked when the decoder is made: sizes that do not fit together throw std::invalid_argument.
+// Any mixture of prefill chunks, decodes and several rows per request is one call. Not safe for two callers at once.
+class Decoder {
+ public:
+  Decoder(DecoderSpec spec, std::vector<LayerCache> caches, std::shared_ptr<ThreadTeam> team);
+  ~Decoder();
+  Decoder(const Decoder&) = delete;
+  Decoder& operator=(const Decoder&) = delete;
+
+  // The plan has the step's block tables, lengths and slots (StepPlan::update). Keys and values of the new tokens are
+  // written to the caches. What a request gets does not depend on which others are in the step, up to the choice of
+  // kernel by the number of rows.
+  // Throws std::out_of_range on a token id, position or block that does not exist; nothing is written then.
+  void step(const DecoderInputs& inputs, StepPlan& plan);
+
+  const DecoderSpec& spec() const;
+
+ private:
+  class Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace llmopt
