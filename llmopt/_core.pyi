@@ -1,5 +1,8 @@
 """Types of the compiled extension. Addresses are what ``tensor.data_ptr()`` gives, strides count elements."""
 
+import enum
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -85,3 +88,252 @@ def argmax_rows(
     rows: int, num_rows: int, size: int, row_stride: int, num_threads: int, /
 ) -> tuple[list[int], list[float]]:
     """Place and value of the largest float32 of each row; the first NaN where there is one. ValueError: no values."""
+
+class WeightFormat(enum.Enum):
+    """How a packed matrix stores its values."""
+
+    FLOAT32 = 0
+    BFLOAT16 = 1
+    INT8 = 2
+    INT8_GROUP = 3
+    INT4_GROUP = 4
+
+class SourceType(enum.Enum):
+    """Element type of dense weights that can be packed."""
+
+    FLOAT32 = 0
+    BFLOAT16 = 1
+    FLOAT16 = 2
+
+class Activation(enum.Enum):
+    """Function between the matrices of an MLP."""
+
+    NONE = 0
+    SILU = 1
+    GELU = 2
+    GELU_TANH = 3
+    RELU = 4
+    RELU_SQUARED = 5
+
+class NormKind(enum.Enum):
+    """RMS norm, layer norm, or nothing."""
+
+    NONE = 0
+    RMS = 1
+    LAYER = 2
+
+class RouterKind(enum.Enum):
+    """How the logits of a router become the weights of experts."""
+
+    SOFTMAX_THEN_TOP = 0
+    TOP_THEN_SOFTMAX = 1
+
+class MatrixShape:
+    """What a packed matrix is, without its bytes. y = x W^T, W is [num_outputs, num_inputs]."""
+
+    format: WeightFormat
+    num_outputs: int
+    num_inputs: int
+    group_size: int  # grouped formats: values that share a scale
+    has_minimum: bool  # INT4_GROUP: w = scale * q + minimum
+
+    def __init__(
+        self,
+        format: WeightFormat = ...,
+        num_outputs: int = 0,
+        num_inputs: int = 0,
+        group_size: int = 0,
+        has_minimum: bool = False,
+    ) -> None: ...
+    @property
+    def num_panels(self) -> int:
+        """Panels of 16 outputs."""
+
+    def __eq__(self, other: object, /) -> bool: ...
+
+class PackedMatrix:
+    """A shape and the address of its bytes, aligned to 64. The caller keeps the memory alive."""
+
+    def __init__(self, shape: MatrixShape = ..., address: int = 0) -> None: ...
+    @property
+    def shape(self) -> MatrixShape: ...
+    @property
+    def address(self) -> int: ...
+
+def padded_inputs(shape: MatrixShape) -> int:
+    """``num_inputs`` with its padding."""
+
+def panel_bytes(shape: MatrixShape) -> int:
+    """Bytes of 16 outputs, a multiple of 64. ValueError: a shape that no kernel reads."""
+
+def packed_bytes(shape: MatrixShape) -> int:
+    """Bytes of the whole matrix. ValueError: a shape that no kernel reads."""
+
+def pack_panels(
+    shape: MatrixShape,
+    row_addresses: npt.NDArray[np.int64],
+    element_stride: int,
+    source_type: SourceType,
+    out_address: int,
+    num_threads: int,
+    first_panel: int = 0,
+) -> None:
+    """Pack rows of W, 16 to a panel, from ``first_panel`` on; ``out_address`` is where panel 0 lies.
+
+    :param row_addresses: where each row begins; 0 is a row of zeros. Fewer than all rows pack a part of the matrix.
+    :param element_stride: elements from one value of a row to the next: 1, or num_outputs for a transposed weight.
+    :raises ValueError: a shape that no kernel reads, or more rows than panels.
+    """
+
+def unpack_rows(matrix: PackedMatrix, rows: npt.NDArray[np.int64], out_address: int) -> None:
+    """Rows of W as float32 [len(rows), num_inputs] at ``out_address``. IndexError: no such row."""
+
+class LinearTuning:
+    """Thresholds of the matrix products, one object per process."""
+
+    tile_rows_bf16: int  # from so many rows on: tiles instead of dot products
+    tile_rows_int8: int
+    tile_rows_group: int
+    prefetch_bytes: int  # how far ahead of the reading a panel is fetched
+
+def linear_tuning() -> LinearTuning:
+    """The thresholds in use; change them before the first step."""
+
+class NormSpec:
+    """A norm; ``weight`` and ``bias`` are addresses of float32, 0 for none."""
+
+    kind: NormKind
+    weight: int
+    bias: int
+    epsilon: float
+
+    def __init__(self, kind: NormKind = ..., weight: int = 0, bias: int = 0, epsilon: float = 0.0) -> None: ...
+
+class LinearSpec:
+    """A matrix and the address of its float32 bias in the order of the packed columns, 0 for none."""
+
+    weight: PackedMatrix
+    bias: int
+
+    def __init__(self, weight: PackedMatrix = ..., bias: int = 0) -> None: ...
+
+class RopeTable:
+    """Addresses of float32 cos and sin [num_positions, rotary_dim / 2]."""
+
+    cos: int
+    sin: int
+    num_positions: int
+    rotary_dim: int
+    is_interleaved: bool  # pairs 2i with 2i + 1 instead of i with i + rotary_dim / 2
+
+    def __init__(
+        self, cos: int = 0, sin: int = 0, num_positions: int = 0, rotary_dim: int = 0, is_interleaved: bool = False
+    ) -> None: ...
+
+class AttentionSpec:
+    """Attention of a layer; the fields of csrc/include/llmopt/decoder_spec.h."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    qkv: LinearSpec
+    output: LinearSpec
+    q_norm: NormSpec
+    k_norm: NormSpec
+    norm_spans_heads: bool
+    rope: int
+    scale: float
+    softcap: float
+    sliding_window: int
+
+    def __init__(self) -> None: ...
+
+class MlpSpec:
+    """An MLP, or an expert."""
+
+    up: LinearSpec
+    down: LinearSpec
+    activation: Activation
+    is_gated: bool
+
+    def __init__(self) -> None: ...
+
+class MoeSpec:
+    """Experts; a list is copied on access, so assign it whole."""
+
+    router: LinearSpec
+    kind: RouterKind
+    num_top: int
+    norm_top: bool
+    experts: list[MlpSpec]
+
+    def __init__(self) -> None: ...
+
+class LayerSpec:
+    """One layer: x += norm_after(f(norm_before(x))) * residual_scale, for attention and then the MLP."""
+
+    before_attention: NormSpec
+    after_attention: NormSpec
+    before_mlp: NormSpec
+    after_mlp: NormSpec
+    attention: AttentionSpec
+    mlp: MlpSpec
+    moe: MoeSpec
+
+    def __init__(self) -> None: ...
+
+class DecoderSpec:
+    """A whole model; lists are copied on access, so assign them whole."""
+
+    hidden_size: int
+    vocab_size: int
+    embedding: PackedMatrix
+    embedding_scale: float
+    position_embedding: int  # address of float32 [num_positions, hidden_size], 0 for none
+    num_positions: int
+    embedding_norm: NormSpec
+    ropes: list[RopeTable]
+    layers: list[LayerSpec]
+    residual_scale: float
+    final_norm: NormSpec
+    head: LinearSpec
+    logit_scale: float
+    logit_softcap: float
+
+    def __init__(self) -> None: ...
+
+class ThreadTeam:
+    """Threads that meet at barriers; the caller of a step is one of them."""
+
+    def __init__(self, num_threads: int, cpus: Sequence[int] = (), pin: bool = True, spin_us: int = 200) -> None: ...
+    @property
+    def size(self) -> int: ...
+
+class Decoder:
+    """One forward of a whole decoder per call. Not safe for two callers at once."""
+
+    is_profiling: bool  # switching on starts from zero
+
+    def __init__(self, spec: DecoderSpec, caches: Sequence[LayerCache], team: ThreadTeam) -> None:
+        """Copies the spec, not the memory its addresses name. ValueError: sizes that do not fit together."""
+
+    def step(
+        self,
+        plan: StepPlan,
+        token_ids: npt.NDArray[np.int64],
+        positions: npt.NDArray[np.int64],
+        logits_indices: npt.NDArray[np.int64],
+        logits_address: int = 0,
+        want_best: bool = False,
+    ) -> tuple[list[int], list[float]] | None:
+        """Run the tokens of a plan that has been updated for this step.
+
+        :param logits_indices: packed tokens whose logits are wanted, ascending.
+        :param logits_address: float32 [len(logits_indices), vocab_size] to fill, or 0.
+        :param want_best: return the place and value of each row's largest logit; of its first NaN where there is one.
+        :raises IndexError: a token id, position, slot or block that does not exist; nothing is written then.
+        :raises ValueError: arrays that do not fit together.
+        """
+
+    def profile(self) -> dict[str, float]:
+        """Seconds per phase since `is_profiling` was switched on."""

@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <utility>
+#include <vector>
 
 #include "llmopt/decoder_spec.h"
 #include "llmopt/layer_cache.h"
@@ -37,6 +39,13 @@ class Decoder {
   void step(const DecoderInputs& inputs, StepPlan& plan);
 
   const DecoderSpec& spec() const;
+
+  // While on, each step adds the time of its phases, seen from the calling thread: a phase ends with the barrier behind
+  // it. Switching on starts from zero.
+  void set_profiling(bool on);
+  bool is_profiling() const;
+  // Seconds per phase, in the order of the step; what has not run is left out.
+  std::vector<std::pair<const char*, double>> profile() const;
 
  private:
   class Impl;
