@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from llmopt.hookspecs import hookimpl
     from llmopt.hub import load
     from llmopt.pipeline import InferencePipeline
-    from llmopt.registry import PluginInfo
-    from llmopt.registry import available_plugins as plugins
+    from llmopt.plugin_info import PluginInfo
+    from llmopt.plugin_search import available_plugins as plugins
     from llmopt.request import SamplingParams
 
 __all__ = [
@@ -33,13 +33,13 @@ __all__ = [
 _HOMES = {
     "InferencePipeline": ("llmopt.pipeline", "InferencePipeline"),
     "PipelineConfig": ("llmopt.config", "PipelineConfig"),
-    "PluginInfo": ("llmopt.registry", "PluginInfo"),
+    "PluginInfo": ("llmopt.plugin_info", "PluginInfo"),
     "SamplingParams": ("llmopt.request", "SamplingParams"),
     "accelerate": ("llmopt.hf.accelerate", "accelerate"),
     "build": ("llmopt.builder", "build"),
     "hookimpl": ("llmopt.hookspecs", "hookimpl"),
     "load": ("llmopt.hub", "load"),
-    "plugins": ("llmopt.registry", "available_plugins"),
+    "plugins": ("llmopt.plugin_search", "available_plugins"),
 }
 
 

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from llmopt.layers import LAYERS
-from llmopt.registry import info_of
+from llmopt.plugin_info import info_of
 
 if TYPE_CHECKING:
     from llmopt.pipeline import InferencePipeline

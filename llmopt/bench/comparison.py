@@ -98,7 +98,8 @@ def _pipeline(
     memory_fraction: float,
 ) -> Pipeline:
     import llmopt
-    from llmopt.registry import info_of, make_plugin
+    from llmopt.plugin_info import info_of
+    from llmopt.plugin_search import make_plugin
 
     made = [make_plugin(name, options) for name, options in chosen.items()]
     promises = [info_of(plugin).promise for plugin in made]
@@ -110,7 +111,8 @@ def _pipeline(
 
 
 def _with_required(name: str, plugins: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    from llmopt.registry import find_plugin, info_of
+    from llmopt.plugin_info import info_of
+    from llmopt.plugin_search import find_plugin
 
     chosen: dict[str, dict[str, Any]] = {}
     for required in info_of(find_plugin(name)).requires:

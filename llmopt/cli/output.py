@@ -33,7 +33,7 @@ def make_plugins(texts: Sequence[str]) -> list[Any]:
     :raises PluginError: a text that cannot be read, an unknown plugin, or an option it does not take.
     """
     specs = [parse_plugin(text) for text in texts]  # all of them first: a typing error is cheap to find
-    from llmopt.registry import make_plugin
+    from llmopt.plugin_search import make_plugin
 
     return [make_plugin(spec.name, spec.options) for spec in specs]
 

@@ -11,7 +11,7 @@ from llmopt.cli.output import console, print_json
 def run(*, as_json: bool) -> None:
     """Print what every plugin declares, in the order of the layers; on standard error, which are broken and why."""
     from llmopt.layers import LAYERS
-    from llmopt.registry import scan_plugins
+    from llmopt.plugin_search import scan_plugins
 
     order = {layer: number for number, layer in enumerate(LAYERS)}
     found, broken = scan_plugins()

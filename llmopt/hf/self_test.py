@@ -13,7 +13,7 @@ from llmopt.errors import PluginUnavailableError
 from llmopt.hf.capabilities import input_device
 from llmopt.hf.executor import HfExecute
 from llmopt.hf.probe import random_ids
-from llmopt.registry import info_of
+from llmopt.plugin_info import info_of
 from llmopt.request import Request, SamplingParams
 
 if TYPE_CHECKING:

@@ -14,7 +14,8 @@ from llmopt import stages as protocols
 from llmopt.builder import build
 from llmopt.errors import PluginConflictError, PluginUnavailableError, RequestAbortedError, StageError
 from llmopt.hookspecs import hookimpl
-from llmopt.registry import PluginInfo, builtin_plugins, find_plugin, info_of
+from llmopt.plugin_info import PluginInfo, info_of
+from llmopt.plugin_search import builtin_plugins, find_plugin
 from llmopt.request import Request, SamplingParams
 from llmopt.testing.blame import raise_on_entry
 from llmopt.testing.identity import assert_same_distribution, assert_same_tokens

@@ -15,7 +15,7 @@ import typer.main
 
 from llmopt.cli.app import app
 from llmopt.layers import LAYERS
-from llmopt.registry import info_of
+from llmopt.plugin_info import info_of
 from llmopt_plugins import BUILTIN
 
 ROOT = Path(__file__).parents[2]

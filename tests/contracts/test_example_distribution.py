@@ -53,7 +53,7 @@ def test_it_is_listed_beside_the_built_in_plugins(installed: Path) -> None:
 def test_it_is_used_by_name_and_takes_options(installed: Path) -> None:
     code = """
 import llmopt
-from llmopt.registry import make_plugin
+from llmopt.plugin_search import make_plugin
 from llmopt.testing import tiny_model
 for plugins in (["hello"], [make_plugin("hello", {"min_tokens": 3}), "paged_kv"]):
     with llmopt.build(tiny_model(), plugins, self_test=False) as pipe:
@@ -70,5 +70,5 @@ def test_its_own_tests_pass(installed: Path, tmp_path: Path) -> None:
 
 
 def test_without_it_its_name_is_unknown() -> None:
-    code = "import llmopt.registry as r\ntry: r.find_plugin('hello')\nexcept r.PluginNotFoundError as e: print(e)"
+    code = "import llmopt.plugin_search as r\ntry: r.find_plugin('hello')\nexcept r.PluginNotFoundError as e: print(e)"
     assert "no plugin is called 'hello'" in run(sys.executable, "-c", code)

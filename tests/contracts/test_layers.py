@@ -57,9 +57,9 @@ def test_the_core_never_imports_a_plugin(path: Path) -> None:
     assert not [module for module, _ in imports(path) if module.split(".")[0] == "llmopt_plugins"]
 
 
-def test_only_the_registry_reaches_for_the_built_in_plugins_and_by_name() -> None:
+def test_only_the_search_reaches_for_the_built_in_plugins_and_by_name() -> None:
     naming = [module_name(path) for path in CORE if re.search(r"import_module\(.llmopt_plugins", path.read_text())]
-    assert naming == ["llmopt.registry"]
+    assert naming == ["llmopt.plugin_search"]
 
 
 @pytest.mark.parametrize("path", CORE, ids=module_name)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import llmopt
-from llmopt import PluginInfo, hookimpl, registry
+from llmopt import PluginInfo, hookimpl, plugin_search, registry
 from llmopt.cli.plugins import run as list_plugins
 from llmopt.errors import (
     ConfigError,
@@ -27,7 +27,8 @@ from llmopt.errors import (
     PluginUnavailableError,
     StageError,
 )
-from llmopt.registry import Registry, available_plugins, find_plugin, make_plugin
+from llmopt.plugin_search import available_plugins, find_plugin, make_plugin
+from llmopt.registry import Registry
 from llmopt.testing import tiny_model, tiny_prompts, tiny_tokenizer
 from llmopt_plugins import BUILTIN
 from llmopt_plugins.memory.paged_kv import PagedKv
@@ -89,7 +90,7 @@ def test_built_in_plugins_have_unique_names_and_are_all_listed() -> None:
 
 def entry_points_of(monkeypatch: pytest.MonkeyPatch, **points: str) -> None:
     found = EntryPoints(EntryPoint(name, target, "llmopt") for name, target in points.items())
-    monkeypatch.setattr(registry, "entry_points", lambda group: found.select(group=group))
+    monkeypatch.setattr(plugin_search, "entry_points", lambda group: found.select(group=group))
 
 
 class FromElsewhere(Plain):

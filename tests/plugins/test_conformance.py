@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from llmopt.errors import PluginUnavailableError
-from llmopt.registry import info_of
+from llmopt.plugin_info import info_of
 from llmopt.testing import check_plugin
 from llmopt_plugins import BUILTIN
 
