@@ -1,0 +1,1 @@
+"""Layer 5: how the model is run."""
