@@ -13,6 +13,8 @@ Everything lies in one piece of memory, so a packed form can be written to a fil
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -148,7 +150,7 @@ class ModelWeights:
     """The weights of a loaded model. Nothing is copied."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._weights = {n: p.detach() for n, p in model.named_parameters(remove_duplicate=False)}
+        self._weights: dict[str, Tensor] = {n: p.detach() for n, p in model.named_parameters(remove_duplicate=False)}
 
     def dense(self, name: str) -> Tensor:
         return self._weights[name]
@@ -167,10 +169,8 @@ class Arena:
         self.num_bytes = num_bytes
         self._map = mmap.mmap(-1, num_bytes + _HUGE_PAGE)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            try:
+            with contextlib.suppress(OSError):  # a kernel without transparent huge pages
                 self._map.madvise(mmap.MADV_HUGEPAGE)
-            except OSError:  # a kernel without transparent huge pages
-                pass
         self._view = np.frombuffer(self._map, dtype=np.uint8)
         start = self._view.ctypes.data
         self.address = -(-start // _HUGE_PAGE) * _HUGE_PAGE
@@ -297,9 +297,8 @@ def _same_form(a: MatrixShape, b: MatrixShape) -> bool:
 def _ends_at_panels(plan: MatrixPlan) -> bool:
     """Whether no panel has rows of two parts, nor a part is a slice that quantized blocks cannot give."""
     inner = plan.parts if plan.is_gated else plan.parts[:-1]
-    return all(p.count % PANEL == 0 for p in inner) and all(
-        p.expert is None and not p.is_transposed for p in plan.parts
-    )
+    is_plain = all(part.expert is None and not part.is_transposed for part in plan.parts)
+    return is_plain and all(part.count % PANEL == 0 for part in inner)
 
 
 def _stored_matrix(part: Rows, source: WeightSource, num_inputs: int) -> Tensor:
@@ -338,8 +337,6 @@ def _vector_values(plan: VectorPlan, source: WeightSource) -> np.ndarray:
 
 
 def _copy(values: np.ndarray, address: int) -> None:
-    import ctypes
-
     values = np.ascontiguousarray(values)
     ctypes.memmove(address, values.ctypes.data, values.nbytes)
 
