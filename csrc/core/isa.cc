@@ -36,11 +36,12 @@ bool machine_has(Isa isa) {
       return machine_has(Isa::kAvx2) && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
              __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
     case Isa::kAvx512Bf16:
-      return machine_has(Isa::kAvx512) && __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax >> 5 & 1);
+      return machine_has(Isa::kAvx512) && __builtin_cpu_supports("avx512vnni") &&
+             __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax >> 5 & 1);
     case Isa::kAmx: {
-      constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24;
+      constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24, kAmxInt8 = 1u << 25;
       return machine_has(Isa::kAvx512Bf16) && __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && (edx & kAmxBf16) &&
-             (edx & kAmxTile) && request_amx();
+             (edx & kAmxTile) && (edx & kAmxInt8) && request_amx();
     }
   }
   return false;

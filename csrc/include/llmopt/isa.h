@@ -11,8 +11,8 @@ namespace llmopt {
 //   kPortable    what the compiler targets by default
 //   kAvx2        AVX2, FMA
 //   kAvx512      AVX-512 F, BW, DQ, VL
-//   kAvx512Bf16  and AVX512_BF16: bfloat16 dot products
-//   kAmx         and AMX-BF16: bfloat16 tiles, with the permission of the operating system
+//   kAvx512Bf16  and AVX512_BF16, AVX512_VNNI: dot products of bfloat16 and of int8
+//   kAmx         and AMX-BF16, AMX-INT8: tiles of both, with the permission of the operating system
 enum class Isa { kPortable, kAvx2, kAvx512, kAvx512Bf16, kAmx };
 
 const char* name(Isa isa);

@@ -35,6 +35,10 @@ struct InputRows {
   int64_t scale_stride = 0;
 };
 
+struct AlignedFree {
+  void operator()(std::byte* memory) const;
+};
+
 // Memory for rows in any form, kept between steps. Rows may be filled by several threads, each its own rows.
 class InputBuffer {
  public:
@@ -46,7 +50,7 @@ class InputBuffer {
 
  private:
   InputRows rows_;
-  std::unique_ptr<std::byte[]> memory_;
+  std::unique_ptr<std::byte, AlignedFree> memory_;
   size_t capacity_ = 0;
 };
 
@@ -57,7 +61,8 @@ struct LinearOutput {
   enum class Kind : uint8_t {
     kStore,  // out = y
     kAdd,    // out += y
-    kGated,  // panels alternate: 16 gate columns, the 16 up columns that belong to them; out = act(gate) * up, N/2 wide
+    kGated,  // panels alternate: 16 gate columns, the 16 up columns that belong to them (N is a multiple of 32);
+             // out = act(gate) * up * scale, N/2 wide
   };
   Kind kind = Kind::kStore;
   DType dtype = DType::kFloat32;  // of out; kAdd wants kFloat32
@@ -74,14 +79,12 @@ class LinearScratch {
   std::byte* at_least(size_t bytes);  // 64-byte aligned
 
  private:
-  struct Free {
-    void operator()(std::byte* memory) const;
-  };
-  std::unique_ptr<std::byte, Free> memory_;
+  std::unique_ptr<std::byte, AlignedFree> memory_;
   size_t size_ = 0;
 };
 
-// Compute the panels [panel_begin, panel_end) of all rows. For kGated both bounds are even.
+// Compute the panels [panel_begin, panel_end) of all rows. For kGated both bounds are even. What a row gets does not
+// depend on the other rows, except that their number chooses the kernel.
 // Padded columns are not written. The input has the form that input_form names.
 void linear(const PackedMatrix& matrix, const InputRows& input, const LinearOutput& output, int64_t panel_begin,
             int64_t panel_end, LinearScratch& scratch);

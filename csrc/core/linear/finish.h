@@ -1,0 +1,153 @@
+// What happens to finished sums: bias, activation, scale, and the way to the output.
+#pragma once
+
+#include "core/linear/kernels.h"
+#include "core/simd.h"
+
+namespace llmopt::matmul {
+namespace {
+
+using namespace simd;  // NOLINT: internal linkage, kernel sources only
+
+constexpr int kVecs = kPanelWidth / kLanes;  // vectors in one row of a panel
+
+LLMOPT_INLINE Vec reciprocal(Vec x) {
+#if defined(__AVX512F__)
+  const Vec guess = _mm512_rcp14_ps(x);
+  return guess * (splat(2.0f) - x * guess);  // one Newton step: all but the last bit
+#else
+  return splat(1.0f) / x;
+#endif
+}
+
+// 1 / (1 + exp(-x)), through exp(-|x|), which cannot overflow.
+LLMOPT_INLINE Vec sigmoid(Vec x) {
+  const IntVec negative = x < splat(0.0f);
+  const Vec e = exp2_nonpositive<true>(select(negative, x, -x) * splat(1.44269504088896340736f));
+  const Vec inverse = reciprocal(splat(1.0f) + e);
+  return select(negative, e * inverse, inverse);
+}
+
+// x * (1 + erf(x / sqrt(2))) / 2. The tail Q(|x|) = erfc(|x| / sqrt(2)) / 2 is a polynomial in 1 / (1 + p |x| /
+// sqrt(2)) times exp(-x^2 / 2) (Abramowitz and Stegun 7.1.26, absolute error 1.5e-7).
+LLMOPT_INLINE Vec gelu(Vec x) {
+  const IntVec negative = x < splat(0.0f);
+  const Vec magnitude = select(negative, -x, x);
+  const Vec t = splat(1.0f) / (splat(1.0f) + splat(0.3275911f * 0.70710678118654752440f) * magnitude);
+  Vec p = splat(0.5f * 1.061405429f);
+  p = p * t + splat(0.5f * -1.453152027f);
+  p = p * t + splat(0.5f * 1.421413741f);
+  p = p * t + splat(0.5f * -0.284496736f);
+  p = p * t + splat(0.5f * 0.254829592f);
+  const Vec tail = p * t * exp2_nonpositive<true>(x * x * splat(-0.72134752044448170368f));
+  return x * select(negative, tail, splat(1.0f) - tail);
+}
+
+template <Activation kActivation>
+LLMOPT_INLINE Vec activate(Vec x) {
+  const Vec zero = splat(0.0f);
+  if constexpr (kActivation == Activation::kSilu) {
+    return x * sigmoid(x);
+  } else if constexpr (kActivation == Activation::kGelu) {
+    return gelu(x);
+  } else if constexpr (kActivation == Activation::kGeluTanh) {
+    // (1 + tanh(u)) / 2 = sigmoid(2 u)
+    return x * sigmoid(x * (splat(1.59576912160573071176f) + splat(0.07135481627159865742f) * x * x));
+  } else if constexpr (kActivation == Activation::kRelu) {
+    return select(x < zero, zero, x);  // NaN stays
+  } else if constexpr (kActivation == Activation::kReluSquared) {
+    const Vec positive = select(x < zero, zero, x);
+    return positive * positive;
+  } else {
+    return x;
+  }
+}
+
+// One row of one panel to its place. num_columns < kPanelWidth in the last panel of a matrix.
+template <class Element, bool kAdd>
+LLMOPT_INLINE void put(const Vec (&y)[kVecs], Element* out, int num_columns) {
+  Element whole[kPanelWidth];
+  const bool is_partial = num_columns < kPanelWidth;
+  Element* to = is_partial ? whole : out;
+  if (is_partial && kAdd) std::memcpy(whole, out, num_columns * sizeof(Element));
+#pragma GCC unroll 4
+  for (int v = 0; v < kVecs; ++v) {
+    if constexpr (sizeof(Element) == 2) {
+      store(to + v * kLanes, to_bfloat16(y[v]));
+    } else {
+      store(to + v * kLanes, kAdd ? load_as<Vec>(to + v * kLanes) + y[v] : y[v]);
+    }
+  }
+  if (is_partial) std::memcpy(out, whole, num_columns * sizeof(Element));
+}
+
+template <Activation kActivation, class Element, bool kAdd, bool kGated>
+void finish_as(const Task& task, int64_t row, int num_rows, int64_t panel, int num_panels, const float* sums,
+               int64_t stride) {
+  const LinearOutput& output = task.output;
+  const Vec scale = splat(output.scale);
+  constexpr int kStep = kGated ? 2 : 1;
+  for (int p = 0; p < num_panels; p += kStep) {
+    const int64_t first = (panel + p) * kPanelWidth;
+    const auto num_columns = static_cast<int>(
+        kGated ? kPanelWidth
+               : (task.shape.num_outputs - first < kPanelWidth ? task.shape.num_outputs - first : kPanelWidth));
+    Vec bias[kStep][kVecs] = {};
+    if (output.bias) {
+      for (int part = 0; part < kStep; ++part) {
+        float values[kPanelWidth] = {};
+        std::memcpy(values, output.bias + first + part * kPanelWidth, num_columns * sizeof(float));
+        for (int v = 0; v < kVecs; ++v) bias[part][v] = load_as<Vec>(values + v * kLanes);
+      }
+    }
+    Element* out = static_cast<Element*>(output.out) + row * output.row_stride + first / kStep;
+    const float* from = sums + p * kPanelWidth;
+    for (int r = 0; r < num_rows; ++r, out += output.row_stride, from += stride) {
+      Vec y[kVecs];
+#pragma GCC unroll 4
+      for (int v = 0; v < kVecs; ++v) {
+        y[v] = activate<kActivation>(load_as<Vec>(from + v * kLanes) + bias[0][v]);
+        if constexpr (kGated) y[v] *= load_as<Vec>(from + kPanelWidth + v * kLanes) + bias[1][v];
+        y[v] *= scale;
+      }
+      put<Element, kAdd>(y, out, num_columns);
+    }
+  }
+}
+
+template <Activation kActivation>
+void finish_activated(const Task& task, int64_t row, int num_rows, int64_t panel, int num_panels, const float* sums,
+                      int64_t stride) {
+  const LinearOutput& output = task.output;
+  const bool is_half = output.dtype == DType::kBFloat16;
+  const auto finish =
+      output.kind == LinearOutput::Kind::kAdd ? finish_as<kActivation, float, true, false>
+      : output.kind == LinearOutput::Kind::kGated
+          ? (is_half ? finish_as<kActivation, uint16_t, false, true> : finish_as<kActivation, float, false, true>)
+          : (is_half ? finish_as<kActivation, uint16_t, false, false> : finish_as<kActivation, float, false, false>);
+  finish(task, row, num_rows, panel, num_panels, sums, stride);
+}
+
+// sums[r][(p - panel) * 16 + c] holds the products of input row `row + r` with column c of panel p. For kGated, panel
+// and num_panels are even.
+inline void finish(const Task& task, int64_t row, int num_rows, int64_t panel, int num_panels, const float* sums,
+                   int64_t stride) {
+  const auto call = [&](auto function) { function(task, row, num_rows, panel, num_panels, sums, stride); };
+  switch (task.output.activation) {
+    case Activation::kNone:
+      return call(finish_activated<Activation::kNone>);
+    case Activation::kSilu:
+      return call(finish_activated<Activation::kSilu>);
+    case Activation::kGelu:
+      return call(finish_activated<Activation::kGelu>);
+    case Activation::kGeluTanh:
+      return call(finish_activated<Activation::kGeluTanh>);
+    case Activation::kRelu:
+      return call(finish_activated<Activation::kRelu>);
+    case Activation::kReluSquared:
+      return call(finish_activated<Activation::kReluSquared>);
+  }
+}
+
+}  // namespace
+}  // namespace llmopt::matmul

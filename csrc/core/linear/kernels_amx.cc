@@ -1,0 +1,16 @@
+#include "core/linear/kernels_table.h"
+#include "core/tiles.h"
+
+namespace llmopt::matmul {
+
+const Kernels& amx_kernels() {
+  static const Kernels kernels = [] {
+    Kernels made = make_kernels<BFloat16PairOp>();
+    made.enter_tiles = enter_tiles;
+    made.leave_tiles = leave_tiles;
+    return made;
+  }();
+  return kernels;
+}
+
+}  // namespace llmopt::matmul

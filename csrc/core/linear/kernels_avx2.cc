@@ -1,0 +1,10 @@
+#include "core/linear/kernels_table.h"
+
+namespace llmopt::matmul {
+
+const Kernels& avx2_kernels() {
+  static const Kernels kernels = make_kernels<WidenedBFloat16Op>();
+  return kernels;
+}
+
+}  // namespace llmopt::matmul
