@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from llmopt import hookspecs, layers, stages
+from llmopt.loaded_model import LoadedModel
+from llmopt.registry import BuildContext
 
 _INTRO = """\
 # Hooks
@@ -21,12 +23,14 @@ again.
 A hook is a method of a plugin, marked with `@llmopt.hookimpl`. Hooks are called while `llmopt.build` runs, one plugin
 at a time, in the order in which the user listed the plugins. They are never called in a step.
 
+- `llmopt_load` may load the model in place of `llmopt.load`, when the user gave it by name.
 - `llmopt_configure` may change the configuration before anything is built.
 - `llmopt_replace_<stage>` returns a stage that takes the place of the plain one. At most one plugin may replace a
   stage.
 - `llmopt_wrap_<stage>` gets the stage as the plugins before it left it, and returns one of the same protocol. Any
   number of plugins may wrap a stage; the one listed last is outermost. Replacements come first, wherever they are
   listed.
+- `llmopt_finish` sees the finished pipeline.
 
 A hook may return None to leave things alone. It may leave out arguments that it does not use. A misspelt hook, an
 unknown argument or a missing `@hookimpl` is an error when the plugin is registered.
@@ -48,14 +52,16 @@ inside is then blamed on the plugin by name. A `functools.partial` or a builtin 
 
 def page() -> str:
     """The whole page."""
-    context = _dataclass_fields("BuildContext")
+    context = _dataclass_fields(BuildContext)
     parts = [_INTRO.format(order=textwrap.fill(", ".join(layers.STAGES), 118), context=context)]
+    parts.append("## Loading\n\n" + _hook("llmopt_load") + "\n" + _loaded_model())
     parts.append("## Configuration\n\n" + _hook("llmopt_configure"))
     for number, (layer, names) in enumerate(layers.LAYERS.items(), start=1):
         parts.append(f"## {number} {layer}\n")
         for stage in names:
             parts.append(f"### {stage}\n\n{_protocol(stage)}")
             parts += [_hook(f"llmopt_{verb}_{stage}") for verb in ("replace", "wrap")]
+    parts.append("## Finish\n\n" + _hook("llmopt_finish"))
     return "\n".join(parts)
 
 
@@ -99,11 +105,13 @@ def _text(docstring: str | None) -> str:
     return "\n".join(lines)
 
 
-def _dataclass_fields(name: str) -> str:
-    """The fields of a dataclass of the registry, with their comments, as they stand in the source."""
-    from llmopt import registry
+def _loaded_model() -> str:
+    return f"A `LoadedModel` (`llmopt.loaded_model`) has:\n\n```text\n{_dataclass_fields(LoadedModel)}\n```\n"
 
-    source = inspect.getsource(getattr(registry, name)).splitlines()
+
+def _dataclass_fields(cls: type) -> str:
+    """The fields of a dataclass, with their comments, as they stand in the source."""
+    source = inspect.getsource(cls).splitlines()
     return "\n".join(line.strip() for line in source if ": " in line and not line.lstrip().startswith(('"""', "class")))
 
 

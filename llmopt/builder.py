@@ -17,6 +17,7 @@ from llmopt.hf.probe import probe_layers
 from llmopt.hf.self_test import self_test
 from llmopt.kv_cache import KVCache
 from llmopt.layers import STAGES
+from llmopt.loaded_model import LoadedModel
 from llmopt.pipeline import InferencePipeline
 from llmopt.queue import RequestQueue
 from llmopt.registry import BuildContext, Registry
@@ -52,26 +53,36 @@ def build(
     registry = Registry(plugins)
     settings = (config or PipelineConfig()).with_options(**options)
     if isinstance(model, (str, os.PathLike)):
-        from llmopt.hub import load
+        from llmopt.hub import load, resolve
 
-        model, loaded_tokenizer = load(model, **(load_options or {}))
-        tokenizer = tokenizer or loaded_tokenizer
+        source = resolve(model)
+        loaded = registry.load(source, load_options or {})
+        if loaded is None:
+            loaded = LoadedModel(*load(source, **(load_options or {})))
     elif load_options:
         raise ModelError("load_options were given together with a model that is loaded already. Leave one of them out.")
-    return _Builder(model, tokenizer, registry, settings).build()
+    else:
+        source, loaded = None, LoadedModel(model)
+    loaded.tokenizer = tokenizer or loaded.tokenizer
+    return _Builder(loaded, source, registry, settings).build()
 
 
 class _Builder:
     def __init__(
         self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase | None,
+        loaded: LoadedModel,
+        source: str | None,
         registry: Registry,
         config: PipelineConfig,
     ) -> None:
         self.registry = registry
         self.config = config
-        self.context = BuildContext(model=unwrap(model), tokenizer=tokenizer)
+        self.context = BuildContext(
+            model=unwrap(loaded.model),
+            tokenizer=loaded.tokenizer,
+            source=source,
+            weights_unread=loaded.weights_unread,
+        )
         self.notes: list[str] = []
 
     def build(self) -> InferencePipeline:
@@ -90,7 +101,7 @@ class _Builder:
         capabilities = context.capabilities = inspect_model(context.model)
         if capabilities.why_not is None:
             try:
-                probe_layers(context.model, capabilities)
+                probe_layers(context.model, capabilities, weights_unread=context.weights_unread)
                 if config.speculation.max_num_draft and capabilities.has_states:
                     raise UnsupportedModelError("recurrent states cannot be rewound, so drafts cannot be verified")
             except UnsupportedModelError as error:
@@ -111,11 +122,13 @@ class _Builder:
             if hasattr(context.stages, stage):
                 setattr(pipeline, stage, getattr(context.stages, stage))
         if pipeline.why_not is None and config.kernel.self_test:
-            reason = pipeline.why_not = capabilities.why_not = self_test(pipeline)
+            weights_unread = context.weights_unread and self.registry.chains["execute"].owners[0] != "baseline"
+            reason = pipeline.why_not = capabilities.why_not = self_test(pipeline, weights_unread=weights_unread)
             if reason is not None:
                 self.registry.refuse_without_engine(reason)
                 self.registry.close_stages()
                 pipeline.kv_cache.layers.clear()
+        self.registry.finish(pipeline)
         return pipeline
 
     def _build_engine(self, pipeline: InferencePipeline, capabilities: Capabilities, machine: Machine) -> None:

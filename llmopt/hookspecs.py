@@ -1,4 +1,4 @@
-"""The hook points, in the order of `llmopt.stages`: two for every stage, and one for the configuration.
+"""The hook points, in the order of `llmopt.stages`: two for every stage; one each to load, to configure, to finish.
 
 Hooks are called while a pipeline is built, one plugin at a time, in the order in which the user listed the plugins;
 they are never called in the step. A replacing hook returns a stage or None; at most one plugin may replace a stage. A
@@ -18,7 +18,11 @@ from typing import TYPE_CHECKING
 import pluggy
 
 if TYPE_CHECKING:
+    from typing import Any
+
     from llmopt.config import PipelineConfig
+    from llmopt.loaded_model import LoadedModel
+    from llmopt.pipeline import InferencePipeline
     from llmopt.registry import BuildContext
     from llmopt.stages import (
         Adapt,
@@ -46,11 +50,35 @@ hookimpl = pluggy.HookimplMarker("llmopt")
 
 
 @hookspec
+def llmopt_load(source: str, load_options: dict[str, Any]) -> LoadedModel | None:
+    """Load the model that `build` was given by name.
+
+    Runs once, first of all, and only when the model was given by name. The first plugin that returns a model decides;
+    when none does, `llmopt.load` loads it.
+
+    :param source: the path of a folder or of a .gguf file, or a hub id: what `llmopt.hub.resolve` returned.
+    :param load_options: what the user gave for `llmopt.load`; read-only.
+    :returns: the model and its tokenizer, or None to leave it to others.
+    """
+
+
+@hookspec
 def llmopt_configure(config: PipelineConfig) -> PipelineConfig | None:
     """Change the configuration before anything is built.
 
     :param config: the configuration as the plugins listed earlier left it.
     :returns: a changed copy, or None to leave it alone.
+    """
+
+
+@hookspec
+def llmopt_finish(pipeline: InferencePipeline) -> None:
+    """Look at the finished pipeline: give back what only building needed, keep what is worth keeping for next time.
+
+    Runs once, last of all, after the self-test; also for a model that the engine cannot run.
+
+    :param pipeline: as the user will get it. Its stages stay as they are.
+    :returns: nothing.
     """
 
 

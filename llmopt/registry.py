@@ -17,12 +17,14 @@ from llmopt import hookspecs, layers
 from llmopt.errors import (
     ConfigError,
     LlmoptError,
+    ModelError,
     PluginConflictError,
     PluginError,
     PluginHookError,
     PluginRequirementError,
     PluginUnavailableError,
 )
+from llmopt.loaded_model import LoadedModel
 from llmopt.plugin_info import PluginInfo, info_of
 from llmopt.plugin_search import PROJECT, builtin_plugins, make_plugin
 
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from llmopt.config import PipelineConfig
     from llmopt.hf.capabilities import Capabilities
     from llmopt.kv_cache import KVCache
+    from llmopt.pipeline import InferencePipeline
     from llmopt.queue import RequestQueue
     from llmopt.stages import Machine
 
@@ -48,6 +51,8 @@ class BuildContext:
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None
+    source: str | None = None  # folder, .gguf file or hub id, when the model was given by name
+    weights_unread: bool = False  # a forward of the model would read its weights; see `LoadedModel`
     machine: Machine | None = None  # after probe
     capabilities: Capabilities | None = None  # after shard: how the engine can run the model
     block_pool: BlockPool | None = None  # before lookup
@@ -226,6 +231,28 @@ class Registry:
             if name in info_of(other).requires:
                 self._leave_out(other, f"requires {name!r}, which is left out")
 
+    def load(self, source: str, load_options: dict[str, Any]) -> LoadedModel | None:
+        """Let the plugins load the model; None when none of them wants to.
+
+        :raises PluginHookError: a plugin returned something else.
+        """
+        for plugin in self.plugins:
+            loaded = self._call(plugin, "llmopt_load", source=source, load_options=dict(load_options))
+            if loaded is None:
+                continue
+            if not isinstance(loaded, LoadedModel):
+                raise PluginHookError(
+                    f"plugin {info_of(plugin).name!r} returned a {type(loaded).__name__} from llmopt_load; it returns "
+                    "a LoadedModel or None."
+                )
+            return loaded
+        return None
+
+    def finish(self, pipeline: InferencePipeline) -> None:
+        """Tell every plugin that the pipeline is complete."""
+        for plugin in self.plugins:
+            self._call(plugin, "llmopt_finish", pipeline=pipeline)
+
     def configure(self, config: PipelineConfig) -> PipelineConfig:
         """Let each plugin change the configuration.
 
@@ -313,7 +340,7 @@ class Registry:
         caller = self.manager.subset_hook_caller(hook, remove_plugins=others)
         try:
             results = caller(**arguments)
-        except PluginError:
+        except (PluginError, ModelError):
             raise
         except Exception as error:
             raise PluginHookError(

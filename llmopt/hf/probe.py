@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+from collections import OrderedDict
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.func import functional_call
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from llmopt.errors import UnsupportedModelError
@@ -20,6 +24,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from llmopt.hf.capabilities import Capabilities
+
+logger = logging.getLogger("llmopt")
 
 _MAX_POSITIONS = 1 << 20  # masks are compared up to here
 
@@ -36,28 +42,59 @@ def random_ids(model: PreTrainedModel, vocab_size: int, count: int, seed: int) -
 
 
 @torch.no_grad()
-def probe_layers(model: PreTrainedModel, capabilities: Capabilities) -> None:
+def probe_layers(model: PreTrainedModel, capabilities: Capabilities, *, weights_unread: bool = False) -> None:
     """Run three tokens and record what each layer stores, and whether it changes keys after the cache.
 
+    :param weights_unread: run them on shapes alone, so that no weight is read. A model whose forward depends on values
+        (a router that picks experts) runs with its weights all the same.
     :raises UnsupportedModelError: the model calls attention or the cache in a way that the engine does not know.
     """
-    num_positions = min(capabilities.position_limit or _MAX_POSITIONS, _MAX_POSITIONS)
-    _, details = get_layer_types_and_kwargs(text_config(model))
-    windows = {layer: d["sliding_window"] for layer, d in enumerate(details) if d.get("sliding_window")}
-    step = ProbeStep(windows, num_positions)
     device = input_device(model)
     inputs: dict[str, Any] = {
         "input_ids": torch.from_numpy(random_ids(model, capabilities.vocab_size, 3, seed=0)).to(device)[None]
     }
     if capabilities.takes_position_ids:
         inputs["position_ids"] = torch.arange(3, device=device)[None]
-    switch = AttentionSwitch(model)
+    _check_prepared_inputs(model, EngineCache(text_config(model), _new_step(model, capabilities)), inputs)
+    found: tuple[ProbeStep, int] | None = None
+    if weights_unread:
+        try:
+            found = _run(model, capabilities, inputs, on_shapes=True)
+        except UnsupportedModelError as error:
+            logger.debug("the probe runs with weights, because on shapes alone %s", error)
+    step, state_bytes = found or _run(model, capabilities, inputs, on_shapes=False)
+    capabilities.layer_shapes = step.shapes
+    capabilities.gather = step.gather
+    capabilities.state_bytes = state_bytes
+    if capabilities.layout == "packed" and not step.shapes:
+        raise UnsupportedModelError("its layers do not store keys and values in the cache they are given")
+    if capabilities.layout == "rows" and not capabilities.state_bytes:
+        raise UnsupportedModelError("its layers do not store their states in the cache they are given")
+    if step.shapes and step.num_attention_calls == 0:
+        raise UnsupportedModelError("its layers do not call the attention function that its config names")
+
+
+def _new_step(model: PreTrainedModel, capabilities: Capabilities) -> ProbeStep:
+    num_positions = min(capabilities.position_limit or _MAX_POSITIONS, _MAX_POSITIONS)
+    _, details = get_layer_types_and_kwargs(text_config(model))
+    windows = {layer: d["sliding_window"] for layer, d in enumerate(details) if d.get("sliding_window")}
+    return ProbeStep(windows, num_positions)
+
+
+def _run(
+    model: PreTrainedModel, capabilities: Capabilities, inputs: dict[str, Any], *, on_shapes: bool
+) -> tuple[ProbeStep, int]:
+    """One forward: what the layers did, and the bytes of their states."""
+    step = _new_step(model, capabilities)
     cache = EngineCache(text_config(model), step)
-    _check_prepared_inputs(model, cache, inputs)
     states = RowStates(model, cache)
+    switch = AttentionSwitch(model)
     try:
         with switch(step), states.forward([0], is_prompt=True):
-            model(**inputs, cache=cache, use_cache=True, return_dict=True)
+            if on_shapes:
+                _forward_on_shapes(model, inputs, cache)
+            else:
+                model(**inputs, cache=cache, use_cache=True, return_dict=True)
     except UnsupportedModelError:
         raise
     except Exception as error:
@@ -66,15 +103,22 @@ def probe_layers(model: PreTrainedModel, capabilities: Capabilities) -> None:
         ) from error
     finally:
         switch.close()
-    capabilities.layer_shapes = step.shapes
-    capabilities.gather = step.gather
-    capabilities.state_bytes = states.num_bytes()
-    if capabilities.layout == "packed" and not step.shapes:
-        raise UnsupportedModelError("its layers do not store keys and values in the cache they are given")
-    if capabilities.layout == "rows" and not capabilities.state_bytes:
-        raise UnsupportedModelError("its layers do not store their states in the cache they are given")
-    if step.shapes and step.num_attention_calls == 0:
-        raise UnsupportedModelError("its layers do not call the attention function that its config names")
+    if on_shapes:
+        device = input_device(model)
+        step.shapes = {layer: replace(shape, device=device) for layer, shape in step.shapes.items()}
+    return step, states.num_bytes()
+
+
+def _forward_on_shapes(model: PreTrainedModel, inputs: dict[str, Any], cache: EngineCache) -> None:
+    """The forward with tensors that have shape and dtype and no memory. Module hooks of the model do not run."""
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
+    given = {name: tensor.to("meta") for name, tensor in inputs.items()}
+    hooks, model._forward_pre_hooks = model._forward_pre_hooks, OrderedDict()
+    try:
+        functional_call(model, shapes, kwargs={**given, "cache": cache, "use_cache": True, "return_dict": True})
+    finally:
+        model._forward_pre_hooks = hooks
 
 
 def _check_prepared_inputs(model: Any, cache: EngineCache, inputs: dict[str, Any]) -> None:

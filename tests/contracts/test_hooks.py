@@ -15,12 +15,14 @@ import llmopt
 from llmopt import PluginInfo, hookimpl, hookspecs
 from llmopt import stages as protocols
 from llmopt.config import PipelineConfig
-from llmopt.errors import PluginConflictError
+from llmopt.errors import ModelError, PluginConflictError, PluginHookError
 from llmopt.layers import STAGES, layer_of
+from llmopt.loaded_model import LoadedModel
 from llmopt.pipeline import InferencePipeline
 from llmopt.registry import BuildContext, Registry
-from llmopt.testing import scripted_model, tiny_tokenizer
+from llmopt.testing import scripted_model, tiny_model, tiny_tokenizer
 
+ONCE = {"llmopt_load": ["source", "load_options"], "llmopt_configure": ["config"], "llmopt_finish": ["pipeline"]}
 DOCS = Path(__file__).parents[2] / "docs"
 HOOKS = [name for name in vars(hookspecs) if name.startswith("llmopt_")]
 TOKENIZER = tiny_tokenizer()
@@ -63,7 +65,7 @@ def wrapping(name: str, stage: str, make: Any = Forward) -> Any:
 
 # -- what hooks there are --------------------------------------------------------------------------------------------
 def test_every_stage_has_a_replacing_and_a_wrapping_hook_and_there_is_nothing_else() -> None:
-    wanted = {f"llmopt_{verb}_{stage}" for stage in STAGES for verb in ("replace", "wrap")} | {"llmopt_configure"}
+    wanted = {f"llmopt_{verb}_{stage}" for stage in STAGES for verb in ("replace", "wrap")} | set(ONCE)
     assert set(HOOKS) == wanted
 
 
@@ -77,8 +79,9 @@ def test_every_stage_has_a_documented_protocol(stage: str) -> None:
 def test_a_hook_has_the_arguments_of_its_kind_and_says_when_it_runs(hook: str) -> None:
     function = getattr(hookspecs, hook)
     names = list(inspect.signature(function).parameters)
-    if hook == "llmopt_configure":
-        assert names == ["config"]
+    if hook in ONCE:
+        assert names == ONCE[hook]
+        assert ":returns:" in function.__doc__
         return
     verb, _, stage = hook.removeprefix("llmopt_").partition("_")
     assert names == [*([stage] if verb == "wrap" else []), "config", "context"]
@@ -208,7 +211,74 @@ def test_every_hook_is_called_once_while_the_pipeline_is_built_in_the_documented
     with llmopt.build(MODEL, [both], tokenizer=TOKENIZER):
         called = list(both.calls)
     verbs = [(stage, verb) for stage in STAGES for verb in ("replace", "wrap")]
-    assert called == ["llmopt_configure", *(f"llmopt_{verb}_{stage}" for stage, verb in verbs)]
+    assert called == ["llmopt_configure", *(f"llmopt_{verb}_{stage}" for stage, verb in verbs), "llmopt_finish"]
+
+
+def test_a_model_given_by_name_is_loaded_by_the_first_plugin_that_wants_to(tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path)
+    asked: list[tuple[str, dict[str, Any]]] = []
+
+    def shy(source: str, load_options: dict[str, Any]) -> None:
+        asked.append((source, load_options))
+
+    plugins = [
+        plugin("shy", "llmopt_load", shy),
+        plugin("mine", "llmopt_load", lambda: LoadedModel(MODEL, TOKENIZER)),
+        plugin("late", "llmopt_load", lambda: pytest.fail("a plugin before it loaded the model")),
+    ]
+    with llmopt.build(str(tmp_path), plugins, load_options={"dtype": "float32"}) as pipe:
+        assert pipe.model is MODEL
+        assert pipe.tokenizer is TOKENIZER
+    assert asked == [(str(tmp_path), {"dtype": "float32"})]
+    with llmopt.build(tmp_path, plugins[:1]) as pipe:
+        assert pipe.model.name_or_path == str(tmp_path)
+    with llmopt.build(MODEL, plugins[2:]) as pipe:  # loaded already: nobody is asked
+        assert pipe.model is MODEL
+
+
+def test_what_llmopt_load_returns_is_checked_and_its_model_errors_reach_the_user(tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path)
+    with pytest.raises(PluginHookError, match="'odd' returned a ScriptedModel from llmopt_load; it returns"):
+        llmopt.build(tmp_path, [plugin("odd", "llmopt_load", lambda: MODEL)])
+
+    def torn() -> None:
+        raise ModelError("the file is torn")
+
+    with pytest.raises(ModelError, match="the file is torn"):
+        llmopt.build(tmp_path, [plugin("torn", "llmopt_load", torn)])
+
+
+class Counting(torch.nn.Module):
+    """Counts forwards of a model, as a pre-hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, *_: Any) -> None:
+        self.calls += 1
+
+
+@pytest.mark.parametrize("is_replaced", [True, False])
+def test_building_runs_no_forward_of_a_model_whose_weights_are_unread_when_execute_is_replaced(
+    tmp_path: Path, is_replaced: bool
+) -> None:
+    model, count = tiny_model(), Counting()
+    model.save_pretrained(tmp_path)
+    model.register_forward_pre_hook(count)
+
+    class Zeros:
+        def __call__(self, batch: Any, drafts: Any) -> torch.Tensor:
+            return torch.zeros(len(batch.logits_requests), model.config.vocab_size)
+
+    plugins = [plugin("late", "llmopt_load", lambda: LoadedModel(model, weights_unread=True))]
+    if is_replaced:
+        plugins.append(plugin("zeros", "llmopt_replace_execute", Zeros))
+    with llmopt.build(tmp_path, plugins) as pipe:
+        assert (count.calls == 0) is is_replaced
+        assert any("compared nothing" in note for note in pipe.describe().notes) is is_replaced
+        with llmopt.build(model) as plain:
+            assert pipe.capabilities == plain.capabilities  # as a forward with weights finds it
 
 
 def test_no_hook_is_called_after_the_pipeline_is_built() -> None:
