@@ -337,3 +337,16 @@ class Decoder:
 
     def profile(self) -> dict[str, float]:
         """Seconds per phase since `is_profiling` was switched on."""
+
+class BandwidthProbe:
+    """Memory that is read again and again. ValueError: no bytes or no CPUs; MemoryError: no memory."""
+
+    def __init__(self, max_bytes: int, cpus: list[int]) -> None: ...
+    def measure(self, num_bytes: int, num_threads: int, seconds: float) -> float:
+        """Bytes per second of the fastest pass. ValueError: more bytes or threads than were announced."""
+
+def peak_kinds() -> list[str]:
+    """Kinds of arithmetic the selected instruction set has: ``float32``, ``bfloat16_dot``, ``bfloat16_tile``, ``int8_dot``, ``int8_tile``."""
+
+def measure_peak(kind: str, cpus: list[int], seconds: float) -> float:
+    """Operations per second, one thread per CPU id; a multiplication and an addition are two. ValueError: unknown kind."""

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "bindings/common.h"
+#include "bindings/machine_probe.h"
 #include "llmopt/argmax.h"
 #include "llmopt/attention.h"
 #include "llmopt/isa.h"
@@ -164,4 +165,5 @@ NB_MODULE(_core, m) {
   m.def("argmax_rows", &argmax_rows);
   m.def("paged_attention", &attend);
   m.def("write_kv", &write_to_cache);
+  bind_machine_probe(m);
 }
