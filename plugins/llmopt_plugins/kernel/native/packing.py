@@ -53,7 +53,7 @@ class MatrixShape:
 
     def native(self) -> Any:
         """The same as an object of the extension."""
-        core = _core()
+        core = extension()
         return core.MatrixShape(
             format=core.WeightFormat[self.format.upper()],
             num_outputs=self.num_outputs,
@@ -65,7 +65,7 @@ class MatrixShape:
     @property
     def num_bytes(self) -> int:
         """Bytes of the packed matrix."""
-        return int(_core().packed_bytes(self.native()))
+        return int(extension().packed_bytes(self.native()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +199,7 @@ class PackedWeights:
     def matrix(self, name: str) -> Any:
         """A matrix as the extension's `PackedMatrix`. The memory must outlive it."""
         shape, offset = self.matrices[name]
-        return _core().PackedMatrix(shape.native(), self.memory.address + offset)
+        return extension().PackedMatrix(shape.native(), self.memory.address + offset)
 
     def vector(self, name: str | None) -> int:
         """Address of a vector; 0 for None."""
@@ -271,7 +271,7 @@ def _pack_dense(plan: MatrixPlan, shape: MatrixShape, source: WeightSource, addr
         weights = [w.float().contiguous() for w in weights]
     addresses = [_row_addresses(w) for w in weights]
     rows = _alternate(addresses) if plan.is_gated else np.concatenate(addresses)
-    core = _core()
+    core = extension()
     kind = {torch.float32: "FLOAT32", torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16"}[weights[0].dtype]
     core.pack_panels(shape.native(), rows, weights[0].stride(1), core.SourceType[kind], address, num_threads)
 
@@ -341,7 +341,11 @@ def _copy(values: np.ndarray, address: int) -> None:
     ctypes.memmove(address, values.ctypes.data, values.nbytes)
 
 
-def _core() -> Any:
+def extension() -> Any:
+    """The compiled extension.
+
+    :raises PluginUnavailableError: it cannot be used; says why.
+    """
     core = native.core()
     if core is None:
         raise PluginUnavailableError(f"plugin 'native' needs the compiled extension: {native.why_not()}.")
