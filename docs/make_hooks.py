@@ -44,9 +44,10 @@ this order:
 {context}
 ```
 
-A stage is a callable. It may also have `stats() -> dict`, which `pipe.stats()` shows under `<stage>.<plugin>`, and
-`close()`, which `pipe.close()` calls once. Return a function, or an object of a class with `__call__`: an exception
-inside is then blamed on the plugin by name. A `functools.partial` or a builtin cannot be blamed.
+A stage is a callable. It may also have `stats() -> dict`, which `pipe.stats()` shows under `<stage>.<plugin>`,
+`describe() -> str`, a line for `pipe.describe()`, and `close()`, which `pipe.close()` calls once. Return a function, or
+an object of a class with `__call__`: an exception inside is then blamed on the plugin by name. A `functools.partial` or
+a builtin cannot be blamed.
 """
 
 

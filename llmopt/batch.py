@@ -54,6 +54,7 @@ class Batch:
     adapters: list[str | None] = field(default_factory=list)  # [B] LoRA adapter names
     requests: list[Request] = field(default_factory=list)  # [B], on the scheduling rank only
     logits_requests: list[Request] = field(default_factory=list)  # [R], who receives each row of logits
+    wants_best: bool = False  # every row only takes its best token: `execute` may return `BestTokens`
 
     @property
     def num_requests(self) -> int:
@@ -71,6 +72,7 @@ class Batch:
         header = {
             "request_ids": self.request_ids,
             "adapters": self.adapters,
+            "wants_best": self.wants_best,
             "arrays": [[a.dtype.str, list(a.shape)] for a in arrays],
         }
         return b"".join([json.dumps(header).encode(), b"\n", *(a.tobytes() for a in arrays)])
@@ -86,7 +88,12 @@ class Batch:
             count = int(np.prod(shape, dtype=np.int64))
             arrays[name] = np.frombuffer(rest, dtype=dtype, count=count, offset=start).reshape(shape)
             start += arrays[name].nbytes
-        return cls(request_ids=header["request_ids"], adapters=header["adapters"], **arrays)
+        return cls(
+            request_ids=header["request_ids"],
+            adapters=header["adapters"],
+            wants_best=header["wants_best"],
+            **arrays,
+        )
 
 
 @dataclass(slots=True)
@@ -95,6 +102,14 @@ class DraftTokens:
 
     token_ids: np.ndarray  # [B, num_draft] int64, -1 pads
     num_draft: np.ndarray  # [B] int32, how many of the row are real
+
+
+@dataclass(slots=True)
+class BestTokens:
+    """What `Execute` may return instead of logits when the batch ``wants_best``: the best of each row."""
+
+    token_ids: list[int]  # [R], place of the first NaN where a row has one
+    logits: list[float]  # [R], the logits there
 
 
 @dataclass(slots=True)

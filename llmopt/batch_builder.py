@@ -17,6 +17,7 @@ class BatchBuilder:
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
+        self.may_want_best = False  # whether all that stands behind `execute` is content with `BestTokens`
         self._arange = np.arange(1024, dtype=np.int64)
         self._reserve(num_requests=8, num_tokens=512, table_width=64)
         self._last: Batch | None = None  # the last batch, when all its rows were decodes
@@ -101,9 +102,11 @@ class BatchBuilder:
             adapters=adapters if any(adapters) else [],
             requests=requests,
             logits_requests=logits_requests,
+            wants_best=self.may_want_best and all(r.takes_best and r.lockstep is None for r in logits_requests),
         )
         is_decode = end == size == len(logits_requests) and drafts is None
         self._last = batch if is_decode else None
+        self._last_wants_best = batch.wants_best
         self._tables = [r.block_table for r in requests]
         self._widths = [len(table) for table in self._tables]
         return batch
@@ -141,6 +144,7 @@ class BatchBuilder:
             if request.block_table:
                 block, offset = divmod(computed, block_size)
                 slot_mapping[row] = request.block_table[block] * block_size + offset
+        batch.wants_best = self._last_wants_best
         return batch
 
     def with_drafts(self, batch: Batch, drafts: DraftTokens) -> Batch:

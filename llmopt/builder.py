@@ -175,9 +175,16 @@ class _Builder:
         for stage in STAGES:
             if stage in make:
                 self._stage(stage, make[stage])
+        builder.may_want_best = self._accepts_best()
         pipeline.max_model_len, pipeline.max_num_requests = context.max_model_len, max_num_requests
         pipeline.block_pool, pipeline.kv_cache, pipeline.queue = pool, kv, queue
         pipeline.batch_builder = builder
+
+    def _accepts_best(self) -> bool:
+        """Whether nobody behind the executor looks at logits: see `Execute` in `llmopt.stages`."""
+        chains = self.registry.chains
+        behind = [*chains["execute"].objects[1:], *chains["verify"].objects]
+        return all(made is self.context.baseline.verify or getattr(made, "accepts_best", False) for made in behind)
 
     def _stage(self, name: str, make: Callable[[], Any]) -> Any:
         plain = make()

@@ -27,6 +27,7 @@ class Description:
     num_blocks: int
     pool_bytes: int
     plugins: list[dict[str, str]] = field(default_factory=list)  # name, layer, promise
+    details: dict[str, str] = field(default_factory=dict)  # plugin -> what its stages say of themselves
     left_out: dict[str, str] = field(default_factory=dict)  # what plugins="auto" could not use, and why
     stages: dict[str, dict[str, list[str]]] = field(default_factory=dict)  # layer -> stage -> owners, innermost first
     fall_backs: dict[str, int] = field(default_factory=dict)  # reason -> calls of generate
@@ -46,6 +47,7 @@ class Description:
             )
         shown = ", ".join(f"{p['name']} ({p['promise']})" for p in self.plugins)
         lines.append(f"plugins     {shown or 'none'}")
+        lines += [f"  {name}: {told}" for name, told in self.details.items()]
         lines += [f"  left out  {name}: {reason}" for name, reason in self.left_out.items()]
         for layer, stages in self.stages.items():
             for number, (stage, owners) in enumerate(stages.items()):
@@ -80,6 +82,7 @@ def describe(pipeline: InferencePipeline) -> Description:
         plugins=[
             {"name": i.name, "layer": i.layer, "promise": i.promise} for i in map(info_of, pipeline.registry.plugins)
         ],
+        details=_details(pipeline),
         left_out=dict(pipeline.registry.left_out),
         stages={
             layer: {stage: list(chains[stage].owners) for stage in stages if stage in chains}
@@ -93,6 +96,17 @@ def describe(pipeline: InferencePipeline) -> Description:
 def _attention(attend: Any) -> str:
     reason = getattr(attend, "why_reference", None)
     return f"torch reference, because {reason}" if reason else "native"
+
+
+def _details(pipeline: InferencePipeline) -> dict[str, str]:
+    """What the plugins' stages say of themselves; one line each."""
+    told: dict[str, list[str]] = {}
+    for chain in pipeline.registry.chains.values():
+        for owner, made in zip(chain.owners, chain.objects, strict=True):
+            line = getattr(made, "describe", None)
+            if line is not None and owner != "baseline":
+                told.setdefault(owner, []).append(line())
+    return {owner: "; ".join(lines) for owner, lines in told.items()}
 
 
 def _pool_bytes(pipeline: InferencePipeline) -> int:

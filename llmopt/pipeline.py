@@ -114,6 +114,8 @@ class InferencePipeline:
         if drafts is not None:
             batch = self.batch_builder.with_drafts(batch, drafts)
         mask = self.constrain(batch, drafts)
+        if mask is not None:
+            batch.wants_best = False  # it is applied to logits
         exchanged = self.exchange(batch, drafts)
         batch, drafts = exchanged
         self.adapt(batch)

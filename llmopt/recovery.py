@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from llmopt.batch import AcceptedTokens, Batch, DraftTokens, StepOutput
+from llmopt.batch import AcceptedTokens, Batch, BestTokens, DraftTokens, StepOutput
 from llmopt.errors import LlmoptError, StageError
 from llmopt.request import Request, RequestStatus
 
@@ -80,8 +80,8 @@ def _wrong_result(registry: Registry, error: BaseException) -> WrongResultError 
         return WrongResultError("propose", seen.get("drafts"), "DraftTokens or None")
     if not hasattr(seen.get("mask"), "apply") and seen.get("mask") is not None:
         return WrongResultError("constrain", seen["mask"], "a LogitsMask or None")
-    if "logits" in seen and not isinstance(seen["logits"], Tensor):
-        return WrongResultError("execute", seen["logits"], "a Tensor")
+    if "logits" in seen and not isinstance(seen["logits"], (Tensor, BestTokens)):
+        return WrongResultError("execute", seen["logits"], "a Tensor, or BestTokens")
     if "accepted" in seen and not isinstance(seen["accepted"], AcceptedTokens):
         return WrongResultError("verify", seen["accepted"], "AcceptedTokens")
     return None

@@ -83,10 +83,7 @@ def sample(rows: list[Row], logits: Tensor) -> tuple[list[int], dict[int, BaseEx
     if not all(map(math.isfinite, top)):
         for index, value in enumerate(top):
             if not math.isfinite(value) and index not in errors:
-                errors[index] = NonFiniteLogitsError(
-                    f"request {rows[index].request.request_id!r}: the best logit of its next token is {value}. "
-                    + ("Every token is forbidden." if value == -math.inf else "Check the model's weights and dtype.")
-                )
+                errors[index] = not_finite(rows[index].request, value)
     if not is_plain:
         random = [i for i, row in enumerate(rows) if not row.request.sampling.is_greedy and i not in errors]
         if random:
@@ -94,6 +91,14 @@ def sample(rows: list[Row], logits: Tensor) -> tuple[list[int], dict[int, BaseEx
             for index, token in zip(random, chosen, strict=True):
                 tokens[index] = token
     return tokens, errors
+
+
+def not_finite(request: Request, value: float) -> NonFiniteLogitsError:
+    """Why no token can be chosen from a row whose best logit is this."""
+    return NonFiniteLogitsError(
+        f"request {request.request_id!r}: the best logit of its next token is {value}. "
+        + ("Every token is forbidden." if value == -math.inf else "Check the model's weights and dtype.")
+    )
 
 
 def edit_logits(rows: list[Row], logits: Tensor, errors: dict[int, BaseException]) -> Tensor:

@@ -1,8 +1,9 @@
 """The contract of every stage, grouped by the seven layers.
 
 A stage is a callable. The pipeline holds one object per stage and calls it in the step, or once per request, or once
-while the pipeline is built. Stages may also have ``stats() -> dict`` (shown by `InferencePipeline.stats`) and
-``close()`` (called once by `InferencePipeline.close`). A wrapping stage forwards what it does not change.
+while the pipeline is built. Stages may also have ``stats() -> dict`` (shown by `InferencePipeline.stats`),
+``describe() -> str`` (one line for `InferencePipeline.describe`) and ``close()`` (called once by
+`InferencePipeline.close`). A wrapping stage forwards what it does not change.
 
 When each is called::
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from llmopt.batch import AcceptedTokens, Batch, DraftTokens, StepOutput
+    from llmopt.batch import AcceptedTokens, Batch, BestTokens, DraftTokens, StepOutput
     from llmopt.kv_cache import LayerKV
     from llmopt.queue import RequestQueue
     from llmopt.request import Request
@@ -156,12 +157,14 @@ class Propose(Protocol):
 
 class Verify(Protocol):
     def __call__(
-        self, batch: Batch, drafts: DraftTokens | None, logits: Tensor, mask: LogitsMask | None
+        self, batch: Batch, drafts: DraftTokens | None, logits: Tensor | BestTokens, mask: LogitsMask | None
     ) -> AcceptedTokens:
         """Choose tokens from logits, and keep the drafts that the choice confirms.
 
+        A plugin's stage is given logits, never `BestTokens`, unless it has an attribute ``accepts_best = True``.
+
         :param logits: ``[R, vocab]`` float32, rows in the order of ``batch.logits_indices``; a row with ``d`` drafts
-            has ``d + 1`` consecutive rows of logits.
+            has ``d + 1`` consecutive rows of logits. When the batch ``wants_best``, perhaps only the best of each row.
         """
 
 
@@ -169,10 +172,12 @@ class Verify(Protocol):
 # 5. kernel
 # ---------------------------------------------------------------------------------------------------------------------
 class Execute(Protocol):
-    def __call__(self, batch: Batch, drafts: DraftTokens | None) -> Tensor:
+    def __call__(self, batch: Batch, drafts: DraftTokens | None) -> Tensor | BestTokens:
         """Run the model over the batch, write KV, and return float32 logits ``[R, vocab]``.
 
-        The result is only valid until the next call.
+        When the batch ``wants_best``, the best token of each row may be returned instead. It does so only where nobody
+        looks at logits: there is no `LogitsMask`, and every plugin's stage that wraps `execute`, or stands in `verify`,
+        has an attribute ``accepts_best = True``. The result is only valid until the next call.
         """
 
 

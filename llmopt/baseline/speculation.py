@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from llmopt.batch import AcceptedTokens, Batch, DraftTokens
+from llmopt.batch import AcceptedTokens, Batch, BestTokens, DraftTokens
 from llmopt.ops.argmax import argmax
-from llmopt.sampler import Row, sample
+from llmopt.sampler import Row, not_finite, sample
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,8 +31,10 @@ class BaselineVerify:
     """
 
     def __call__(
-        self, batch: Batch, drafts: DraftTokens | None, logits: Tensor, mask: LogitsMask | None
+        self, batch: Batch, drafts: DraftTokens | None, logits: Tensor | BestTokens, mask: LogitsMask | None
     ) -> AcceptedTokens:
+        if isinstance(logits, BestTokens):
+            return self._take_best(batch, drafts, logits)
         if mask is not None:
             logits = mask.apply(logits)
         if drafts is None and (best := self._choose_best(batch, logits)) is not None:
@@ -60,12 +62,30 @@ class BaselineVerify:
             return None
         return AcceptedTokens(requests, [[token] for token in tokens], [None] * len(tokens))
 
+    def _take_best(self, batch: Batch, drafts: DraftTokens | None, best: BestTokens) -> AcceptedTokens:
+        """The executor has chosen: every row takes its best token."""
+        requests, tokens = batch.logits_requests, best.token_ids
+        is_finite = all(map(math.isfinite, best.logits))
+        if drafts is None and is_finite:
+            return AcceptedTokens(requests, [[token] for token in tokens], [None] * len(tokens))
+        draft_of = _drafts_of(batch, drafts)
+        rows: list[Row] = []
+        for request in requests:
+            count = len(rows[-1].drafts) + 1 if rows and rows[-1].request is request else 0
+            rows.append(Row(request, draft_of[request][:count] if count else []))
+        failed: dict[int, BaseException] = {
+            i: not_finite(requests[i], value) for i, value in enumerate(best.logits) if not math.isfinite(value)
+        }
+        accepted = AcceptedTokens([], [], [])
+        self._match(rows, tokens, failed, draft_of, accepted)
+        return accepted
+
     def _verify_mixed(self, batch: Batch, drafts: DraftTokens | None, logits: Tensor) -> AcceptedTokens:
         accepted = AcceptedTokens([], [], [])
         rows: list[Row] = []
         indices: list[int] = []
         groups: dict[int, Lockstep] = {}
-        draft_of = {} if drafts is None else {r: drafts.token_ids[b].tolist() for b, r in enumerate(batch.requests)}
+        draft_of = _drafts_of(batch, drafts)
         depth: dict[Request, int] = {}
         for index, request in enumerate(batch.logits_requests):
             if request.lockstep is not None:
@@ -114,3 +134,8 @@ class BaselineVerify:
             drafts = draft_of.get(request, [])
             if depth >= len(drafts) or drafts[depth] != token:
                 done = request
+
+
+def _drafts_of(batch: Batch, drafts: DraftTokens | None) -> dict[Request, list[int]]:
+    """The draft tokens of each request, pads included."""
+    return {} if drafts is None else {r: drafts.token_ids[b].tolist() for b, r in enumerate(batch.requests)}
