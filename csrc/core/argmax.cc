@@ -13,7 +13,8 @@ constexpr int kLanes = 64;
 }  // namespace
 
 // The loader picks the clone. The result does not depend on it, so LLMOPT_ISA has no say here.
-#if defined(LLMOPT_X86) && defined(__GLIBC__)
+// The thread sanitizer is not ready yet when the loader picks.
+#if defined(LLMOPT_X86) && defined(__GLIBC__) && !defined(__SANITIZE_THREAD__)
 __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #endif
 Best argmax(const float* row, int64_t size) {
