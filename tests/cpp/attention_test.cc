@@ -16,6 +16,8 @@
 #include <vector>
 
 #include "llmopt/isa.h"
+#include "llmopt/linear.h"
+#include "llmopt/thread_team.h"
 
 namespace llmopt {
 namespace {
@@ -273,6 +275,34 @@ TEST_P(Attention, SizesThatDifferFromTheCacheAreRefused) {
   args = problem.args();
   args.num_tokens = 0;
   EXPECT_THROW(paged_attention(args, problem.cache(), plan, 1), std::invalid_argument);
+}
+
+// Prompts of several tiles, a chunk, drafts and decodes with contexts that are split.
+TEST_P(Attention, InsideATeamTheResultIsTheSameBitForBitWhateverTheNumberOfThreads) {
+  Sizes s{{1, 300, 1, 4, 60}, {3000, 300, 17, 2100, 1500}};
+  s.sinks = true;
+  Problem problem(s, GetParam(), 3);
+  problem.run_and_compare();
+  const size_t num_bytes =
+      static_cast<size_t>(problem.num_tokens) * problem.num_heads * s.head_dim_v * item_size(GetParam());
+  const std::vector<char> want(static_cast<char*>(problem.out->data()),
+                               static_cast<char*>(problem.out->data()) + num_bytes);
+  StepPlan plan;
+  plan.update(problem.inputs());
+  for (int num_threads : {1, 2, 3, 5}) {
+    ThreadTeamOptions options;
+    options.num_threads = num_threads;
+    ThreadTeam team(options);
+    for (int layer = 0; layer < 3; ++layer) {
+      std::memset(problem.out->data(), 0xff, num_bytes);
+      AttentionCall call(problem.args(), problem.cache(), plan);
+      team.run([&](int, int) {
+        TileScope tiles;
+        call.run();
+      });
+      ASSERT_EQ(std::memcmp(problem.out->data(), want.data(), num_bytes), 0) << num_threads << " threads";
+    }
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(DTypes, Attention, ::testing::Values(DType::kFloat32, DType::kBFloat16),

@@ -70,23 +70,77 @@ class Scratch {
 
 thread_local Scratch scratch;
 
-// One call: everything the tasks share.
-struct Call {
-  const AttentionArgs& args;
-  const LayerCache& cache;
-  const StepInputs& inputs;
-  const WorkList& work;
-  const Kernels& kernels;
-  float* partials;             // [num_kv_heads, num_partial_rows, head_dim_v + 2]: row, its max, its sum
-  std::atomic<int>* counters;  // [num_splits, num_kv_heads] parts that are done
+WorkShape work_shape(const AttentionArgs& args, const LayerCache& cache) {
+  const Kernels& kernels = attention::kernels(selected_isa());
+  return {cache.num_kv_heads,
+          args.num_heads / cache.num_kv_heads,
+          cache.block_size,
+          cache.num_blocks,
+          cache.head_dim,
+          cache.head_dim_v,
+          static_cast<int>(item_size(cache.dtype)),
+          args.sliding_window,
+          cache.dtype == DType::kFloat32 ? kernels.rows_limit_f32 : kernels.rows_limit_bf16};
+}
 
+void check(const AttentionArgs& args, const LayerCache& cache, const StepPlan& plan) {
+  if (args.head_dim != cache.head_dim) {
+    throw std::invalid_argument("the query has head_dim " + std::to_string(args.head_dim) + ", the key cache has " +
+                                std::to_string(cache.head_dim) + ".");
+  }
+  if (args.num_heads <= 0 || args.num_heads % cache.num_kv_heads != 0) {
+    throw std::invalid_argument("the query has " + std::to_string(args.num_heads) + " heads, the key cache has " +
+                                std::to_string(cache.num_kv_heads) + "; the first must be a multiple of the second.");
+  }
+  if (args.num_tokens < plan.num_tokens()) {
+    throw std::invalid_argument("the query has " + std::to_string(args.num_tokens) + " tokens, the plan has " +
+                                std::to_string(plan.num_tokens()) + ".");
+  }
+  if (!(args.scale >= 0) || args.sliding_window < 0 || !(args.softcap >= 0)) {
+    throw std::invalid_argument("scale " + std::to_string(args.scale) + ", sliding_window " +
+                                std::to_string(args.sliding_window) + ", softcap " + std::to_string(args.softcap) +
+                                ": none may be negative.");
+  }
+}
+
+}  // namespace
+
+// What the tasks of a call share.
+class AttentionCall::Impl {
+ public:
+  Impl(const AttentionArgs& args, const LayerCache& cache, StepPlan& plan)
+      : args(args),
+        cache(cache),
+        inputs(plan.inputs()),
+        work(plan.work(work_shape(args, cache))),
+        kernels(attention::kernels(selected_isa())),
+        partials(plan.partials(cache.num_kv_heads * work.num_partial_rows * (cache.head_dim_v + 2))),
+        counters(plan.split_counters(static_cast<size_t>(work.num_splits) * cache.num_kv_heads)),
+        scratch_bytes(task_scratch_bytes()) {
+    const int64_t out_row_bytes = static_cast<int64_t>(args.num_heads) * cache.head_dim_v * item_size(cache.dtype);
+    std::memset(static_cast<char*>(args.out) + plan.num_tokens() * out_row_bytes, 0,
+                (args.num_tokens - plan.num_tokens()) * out_row_bytes);
+  }
+
+  int64_t num_tasks() const { return static_cast<int64_t>(work.items.size()) * cache.num_kv_heads; }
+  double cost_ns() const { return work.cost_per_head * cache.num_kv_heads; }
+  bool uses_tiles() const { return work.has_tiles && cache.dtype == DType::kBFloat16 && kernels.enter_tiles; }
+
+  void run() {
+    std::byte* memory = scratch.at_least(scratch_bytes);
+    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < num_tasks();) {
+      run_task(work.items[i / cache.num_kv_heads], static_cast<int>(i % cache.num_kv_heads), memory);
+    }
+  }
+
+ private:
   int group() const { return work.shape.group; }
   int64_t partial_stride() const { return cache.head_dim_v + 2; }
   float* partial_row(int head, int64_t row) const {
     return partials + (head * work.num_partial_rows + row) * partial_stride();
   }
 
-  size_t scratch_bytes() const {
+  size_t task_scratch_bytes() const {
     return (round_up(work.max_rows, 32) * (round_up(cache.head_dim_v, attention::kColumnPadding) + 2)) * sizeof(float) +
            128 + kernels.workspace_bytes(work.max_rows, cache.head_dim, cache.head_dim_v);
   }
@@ -130,7 +184,7 @@ struct Call {
     }
   }
 
-  void run(const WorkItem& item, int head, std::byte* memory) const {
+  void run_task(const WorkItem& item, int head, std::byte* memory) const {
     const int rows = item.num_q * group();
     const auto size = static_cast<int64_t>(item_size(cache.dtype));
     const int64_t head_block = static_cast<int64_t>(cache.block_size) * head;
@@ -190,42 +244,32 @@ struct Call {
       merge(item, head, rows, task.accumulator);
     }
   }
+
+  const AttentionArgs args;
+  const LayerCache cache;
+  const StepInputs& inputs;
+  const WorkList& work;
+  const Kernels& kernels;
+  float* const partials;             // [num_kv_heads, num_partial_rows, head_dim_v + 2]: row, its max, its sum
+  std::atomic<int>* const counters;  // [num_splits, num_kv_heads] parts that are done
+  const size_t scratch_bytes;
+  alignas(64) std::atomic<int64_t> next{0};  // first task that no thread has taken
 };
 
-WorkShape work_shape(const AttentionArgs& args, const LayerCache& cache) {
-  const Kernels& kernels = attention::kernels(selected_isa());
-  return {cache.num_kv_heads,
-          args.num_heads / cache.num_kv_heads,
-          cache.block_size,
-          cache.num_blocks,
-          cache.head_dim,
-          cache.head_dim_v,
-          static_cast<int>(item_size(cache.dtype)),
-          args.sliding_window,
-          cache.dtype == DType::kFloat32 ? kernels.rows_limit_f32 : kernels.rows_limit_bf16};
+AttentionCall::AttentionCall(const AttentionArgs& args, const LayerCache& cache, StepPlan& plan) {
+  check(args, cache, plan);
+  impl_ = std::make_unique<Impl>(args, cache, plan);
 }
 
-void check(const AttentionArgs& args, const LayerCache& cache, const StepPlan& plan) {
-  if (args.head_dim != cache.head_dim) {
-    throw std::invalid_argument("the query has head_dim " + std::to_string(args.head_dim) + ", the key cache has " +
-                                std::to_string(cache.head_dim) + ".");
-  }
-  if (args.num_heads <= 0 || args.num_heads % cache.num_kv_heads != 0) {
-    throw std::invalid_argument("the query has " + std::to_string(args.num_heads) + " heads, the key cache has " +
-                                std::to_string(cache.num_kv_heads) + "; the first must be a multiple of the second.");
-  }
-  if (args.num_tokens < plan.num_tokens()) {
-    throw std::invalid_argument("the query has " + std::to_string(args.num_tokens) + " tokens, the plan has " +
-                                std::to_string(plan.num_tokens()) + ".");
-  }
-  if (!(args.scale >= 0) || args.sliding_window < 0 || !(args.softcap >= 0)) {
-    throw std::invalid_argument("scale " + std::to_string(args.scale) + ", sliding_window " +
-                                std::to_string(args.sliding_window) + ", softcap " + std::to_string(args.softcap) +
-                                ": none may be negative.");
-  }
-}
+AttentionCall::~AttentionCall() = default;
 
-}  // namespace
+void AttentionCall::run() { impl_->run(); }
+
+bool AttentionCall::uses_tiles() const { return impl_->uses_tiles(); }
+
+double AttentionCall::cost_ns() const { return impl_->cost_ns(); }
+
+int64_t AttentionCall::num_tasks() const { return impl_->num_tasks(); }
 
 double estimate_attention_ns(const AttentionArgs& args, const LayerCache& cache, StepPlan& plan) {
   check(args, cache, plan);
@@ -233,35 +277,14 @@ double estimate_attention_ns(const AttentionArgs& args, const LayerCache& cache,
 }
 
 void paged_attention(const AttentionArgs& args, const LayerCache& cache, StepPlan& plan, int num_threads) {
-  check(args, cache, plan);
-  const int num_heads = cache.num_kv_heads;
-  const WorkList& work = plan.work(work_shape(args, cache));
-  const Kernels& kernels = attention::kernels(selected_isa());
-  const size_t num_floats = num_heads * work.num_partial_rows * (cache.head_dim_v + 2);
-  const Call call{args,
-                  cache,
-                  plan.inputs(),
-                  work,
-                  kernels,
-                  plan.partials(num_floats),
-                  plan.split_counters(static_cast<size_t>(work.num_splits) * num_heads)};
-
-  const int64_t out_row_bytes = static_cast<int64_t>(args.num_heads) * cache.head_dim_v * item_size(cache.dtype);
-  std::memset(static_cast<char*>(args.out) + plan.num_tokens() * out_row_bytes, 0,
-              (args.num_tokens - plan.num_tokens()) * out_row_bytes);
-
-  const auto num_tasks = static_cast<int64_t>(work.items.size()) * num_heads;
-  if (work.cost_per_head * num_heads < kMinParallelNs) num_threads = 1;
-  num_threads = static_cast<int>(std::clamp<int64_t>(num_tasks, 1, std::max(1, num_threads)));
-  const bool tiles = cache.dtype == DType::kBFloat16 && kernels.enter_tiles != nullptr;
-  const size_t scratch_bytes = call.scratch_bytes();
-  std::atomic<int64_t> next{0};
+  AttentionCall call(args, cache, plan);
+  if (call.cost_ns() < kMinParallelNs) num_threads = 1;
+  num_threads = static_cast<int>(std::clamp<int64_t>(call.num_tasks(), 1, std::max(1, num_threads)));
+  const attention::Kernels& kernels = attention::kernels(selected_isa());
+  const bool tiles = call.uses_tiles();
   parallel_team(num_threads, [&](int, int) {
-    std::byte* memory = scratch.at_least(scratch_bytes);
     if (tiles) kernels.enter_tiles();
-    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < num_tasks;) {
-      call.run(work.items[i / num_heads], static_cast<int>(i % num_heads), memory);
-    }
+    call.run();
     if (tiles) kernels.leave_tiles();
   });
 }

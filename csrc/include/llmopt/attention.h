@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 
 #include "llmopt/layer_cache.h"
 #include "llmopt/step_plan.h"
@@ -39,6 +40,37 @@ struct WriteKvArgs {
 // Softmax and accumulation in float32. In bfloat16 the AVX512_BF16 and AMX kernels round the probabilities of a tile
 // of queries to bfloat16 before they meet the values, as flash attention does; all other paths keep them in float32.
 // Throws std::invalid_argument when sizes do not fit the cache or the plan, std::out_of_range on a bad block id.
+//
+// For callers who have threads of their own:
+//
+//   AttentionCall call(args, cache, plan);   // one thread, and a barrier: queries, keys and values are in place
+//   call.run();                              // each thread, and a barrier: the output is complete
+//
+// It is made in well under a microsecond once the plan has the split for layers of this shape, which the first call of
+// a step makes; the query's contents are not read before run(). `plan` and what `args` and `cache` point to outlive it.
+// One call at a time per plan: they share its memory for partial results. Threads take tasks one after the other until
+// none is left, so any number of them may run, and the result does not depend on it.
+class AttentionCall {
+ public:
+  // Throws as paged_attention does.
+  AttentionCall(const AttentionArgs& args, const LayerCache& cache, StepPlan& plan);
+  ~AttentionCall();
+  AttentionCall(const AttentionCall&) = delete;
+  AttentionCall& operator=(const AttentionCall&) = delete;
+
+  // Each thread once. Where uses_tiles(), the thread is inside of a TileScope.
+  void run();
+
+  bool uses_tiles() const;
+  double cost_ns() const;  // rough time on one thread
+  int64_t num_tasks() const;
+
+ private:
+  class Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+// The same on the threads that the process already has.
 void paged_attention(const AttentionArgs& args, const LayerCache& cache, StepPlan& plan, int num_threads);
 
 // Throws std::invalid_argument when sizes do not fit the cache, std::out_of_range on a slot past its end; nothing is

@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <span>
 #include <vector>
@@ -84,7 +85,7 @@ class StepPlan {
 
   StepInputs inputs_;
   int64_t num_tokens_ = 0;
-  std::vector<WorkList> lists_;  // the first num_lists_ belong to this step; the others keep their memory for later
+  std::deque<WorkList> lists_;  // the first num_lists_ belong to this step; the others keep their memory for later
   size_t num_lists_ = 0;
   std::vector<float> partials_;
   std::unique_ptr<std::atomic<int>[]> counters_;
