@@ -162,6 +162,8 @@ NB_MODULE(_core, m) {
       .def(nb::init<>())
       .def("update", &update_plan, "block_tables"_a, "seq_lens"_a, "cu_seqlens_q"_a, "slot_mapping"_a = nb::none());
 
+  bind_decoder(m);
+
   m.def("argmax_rows", &argmax_rows);
   m.def("paged_attention", &attend);
   m.def("write_kv", &write_to_cache);

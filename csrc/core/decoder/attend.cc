@@ -7,6 +7,47 @@
 
 namespace llmopt::decoder {
 
+AttentionArgs Forward::attention_args(int layer) const {
+  const AttentionSpec& spec = spec_.layers[layer].attention;
+  AttentionArgs args{};
+  args.query = query_.data();
+  args.query_token_stride = static_cast<int64_t>(spec.num_heads) * spec.head_dim;
+  args.query_head_stride = spec.head_dim;
+  args.num_tokens = num_rows_;
+  args.num_heads = spec.num_heads;
+  args.head_dim = spec.head_dim;
+  args.out = attended_.data();
+  args.scale = spec.scale;
+  args.sliding_window = spec.sliding_window;
+  args.softcap = spec.softcap;
+  return args;
+}
+
+// Layers of the same kind share the split of their work and the blocks they look at.
+void Forward::find_attention_kinds() {
+  const auto is_same = [&](int a, int b) {
+    const LayerCache &x = caches_[a], &y = caches_[b];
+    const AttentionSpec &s = spec_.layers[a].attention, &t = spec_.layers[b].attention;
+    return x.num_blocks == y.num_blocks && x.num_kv_heads == y.num_kv_heads && x.block_size == y.block_size &&
+           x.head_dim == y.head_dim && x.dtype == y.dtype && s.num_heads == t.num_heads &&
+           s.sliding_window == t.sliding_window;
+  };
+  for (int i = 0; i < static_cast<int>(caches_.size()); ++i) {
+    if (std::none_of(attention_kinds_.begin(), attention_kinds_.end(), [&](int j) { return is_same(i, j); })) {
+      attention_kinds_.push_back(i);
+    }
+  }
+}
+
+// Splitting the work looks at all blocks.
+void Forward::check_attention(StepPlan& plan, int64_t num_tokens) {
+  for (const int layer : attention_kinds_) {
+    AttentionArgs args = attention_args(layer);
+    args.num_tokens = num_tokens;
+    estimate_attention_ns(args, caches_[layer], plan);
+  }
+}
+
 void Forward::prepare_attention() {
   size_t bytes = 0;
   for (size_t i = 0; i < caches_.size(); ++i) {
@@ -95,20 +136,10 @@ void Forward::rotate_and_store_head(float* values, int64_t row, int head, int la
 }
 
 void Forward::attend(Worker& worker, int layer) {
-  const AttentionSpec& spec = spec_.layers[layer].attention;
-  AttentionArgs args{};
-  args.query = query_.data();
-  args.query_token_stride = static_cast<int64_t>(spec.num_heads) * spec.head_dim;
-  args.query_head_stride = spec.head_dim;
-  args.num_tokens = num_rows_;
-  args.num_heads = spec.num_heads;
-  args.head_dim = spec.head_dim;
-  args.out = attended_.data();
-  args.scale = spec.scale;
-  args.sliding_window = spec.sliding_window;
-  args.softcap = spec.softcap;
   if (worker.thread == 0) {
-    paged_attention(args, caches_[layer], *plan_, 1);
+    worker.tiles.reset();
+    paged_attention(attention_args(layer), caches_[layer], *plan_, 1);
+    worker.tiles.emplace();
   }
   mark(worker, Phase::kAttention);
 }
@@ -121,8 +152,7 @@ void Forward::project_output(Worker& worker, const Block& block, int layer) {
     if (caches_[layer].dtype == DType::kFloat32) {
       return reinterpret_cast<const float*>(attended_.data()) + row * width;
     }
-    kernels_.from_bfloat16(reinterpret_cast<const uint16_t*>(attended_.data()) + row * width, width,
-                           worker.row.data());
+    kernels_.from_bfloat16(reinterpret_cast<const uint16_t*>(attended_.data()) + row * width, width, worker.row.data());
     return worker.row.data();
   });
   const PackedMatrix* next = spec.moe.experts.empty() ? &spec.mlp.up.weight : nullptr;

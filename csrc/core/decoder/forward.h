@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "core/decoder/phase_clock.h"
@@ -41,6 +42,7 @@ struct Block {
 struct Worker {
   int thread = 0, size = 1;
   std::vector<Block> blocks;
+  std::optional<TileScope> tiles;
   LinearScratch scratch;
   InputSet inputs;         // rows that this thread converts for itself
   InputSet products;       // of own blocks: outputs of `up` in the form that `down` reads
@@ -62,7 +64,7 @@ class Forward {
 
  private:
   // decoder.cc
-  void check(const DecoderInputs& inputs, StepPlan& plan) const;
+  void check(const DecoderInputs& inputs, StepPlan& plan);
 
   // step.cc
   void prepare();
@@ -86,6 +88,9 @@ class Forward {
   void mlp(Worker& worker, const Block& block, const LayerSpec& layer, const PackedMatrix* next);
 
   // attend.cc
+  AttentionArgs attention_args(int layer) const;
+  void find_attention_kinds();
+  void check_attention(StepPlan& plan, int64_t num_tokens);
   void prepare_attention();
   void project_qkv(Worker& worker, const Block& block, int layer);
   static int num_units(const AttentionSpec& spec);
@@ -114,9 +119,11 @@ class Forward {
   const RowKernels& kernels_;
   PhaseClock clock_;
   std::vector<std::unique_ptr<Worker>> workers_;
-  int64_t max_width_ = 0;      // widest row between two matrices
-  int64_t max_mlp_ = 0;        // widest output of `up`
-  int64_t max_qkv_ = 0, max_query_ = 0;
+  std::vector<int> attention_kinds_;   // the first layer of each
+  int64_t num_positions_;              // of every table that the layers use
+  int64_t num_slots_of_cache_;         // of the smallest cache
+  int64_t max_width_ = 0;              // widest row that a thread holds on its way between two matrices
+  int64_t max_qkv_ = 0, max_mlp_ = 0;  // widest output of `qkv` and `up`
   bool has_after_norms_ = false, has_mlp_ = false, has_experts_ = false;
 
   // The step.
@@ -124,13 +131,13 @@ class Forward {
   StepPlan* plan_ = nullptr;
   int64_t num_rows_ = 0;
   bool has_own_blocks_ = false;
-  InputSet shared_inputs_;    // rows converted by all threads
-  InputSet shared_products_;  // outputs of `up` in the form that `down` reads
-  InputSet head_inputs_;      // [R, hidden]
-  Array<float> residual_;     // [T, hidden]
-  Array<float> branch_;       // [T, hidden] what a norm looks at before it joins the residual stream
-  Array<float> qkv_, mlp_;    // [T, ...] of shared blocks
-  Array<std::byte> query_;    // [T, Hq * D] dtype of the cache
+  InputSet shared_inputs_;     // rows converted by all threads
+  InputSet shared_products_;   // outputs of `up` in the form that `down` reads
+  InputSet head_inputs_;       // [R, hidden]
+  Array<float> residual_;      // [T, hidden]
+  Array<float> branch_;        // [T, hidden] what a norm looks at before it joins the residual stream
+  Array<float> qkv_, mlp_;     // [T, ...] of shared blocks
+  Array<std::byte> query_;     // [T, Hq * D] dtype of the cache
   Array<std::byte> attended_;  // the same
 
   // Experts. A slot is a row of an expert: its rows lie together, the first at a multiple of 16.

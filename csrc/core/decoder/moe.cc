@@ -9,8 +9,8 @@
 namespace llmopt::decoder {
 namespace {
 
-constexpr int64_t kTileRows = 16;     // rows of an expert begin at a multiple
-constexpr int64_t kTaskPanels = 16;   // panels of an expert that a thread takes at a time
+constexpr int64_t kTileRows = 16;    // rows of an expert begin at a multiple
+constexpr int64_t kTaskPanels = 16;  // panels of an expert that a thread takes at a time
 
 int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 

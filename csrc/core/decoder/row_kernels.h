@@ -17,10 +17,10 @@ struct RowKernels {
   void (*rotate)(float* x, int64_t half, const float* cos, const float* sin);
   // The same for pairs (2i, 2i + 1).
   void (*rotate_interleaved)(float* x, int64_t half, const float* cos, const float* sin);
-  void (*scale)(float* x, int64_t n, float factor);                   // x *= factor
-  void (*add)(float* x, int64_t n, const float* y, float factor);     // x += y * factor
-  void (*softcap)(float* x, int64_t n, float cap);                    // x = tanh(x / cap) * cap
-  void (*to_bfloat16)(const float* x, int64_t n, uint16_t* out);      // round to nearest, ties to even
+  void (*scale)(float* x, int64_t n, float factor);                // x *= factor
+  void (*add)(float* x, int64_t n, const float* y, float factor);  // x += y * factor
+  void (*softcap)(float* x, int64_t n, float cap);                 // x = tanh(x / cap) * cap
+  void (*to_bfloat16)(const float* x, int64_t n, uint16_t* out);   // round to nearest, ties to even
   void (*from_bfloat16)(const uint16_t* x, int64_t n, float* out);
 };
 

@@ -116,8 +116,8 @@ void to_bfloat16(const float* x, int64_t n, uint16_t* out) {
 
 void from_bfloat16(const uint16_t* x, int64_t n, float* out) {
   for (int64_t i = 0; i < n; i += kLanes) {
-    const HalfVec v = n - i >= kLanes ? simd::load_as<HalfVec>(x + i)
-                                      : simd::load_first<HalfVec>(x + i, static_cast<int>(n - i));
+    const HalfVec v =
+        n - i >= kLanes ? simd::load_as<HalfVec>(x + i) : simd::load_first<HalfVec>(x + i, static_cast<int>(n - i));
     store_some(out + i, simd::from_bfloat16(v), n - i);
   }
 }

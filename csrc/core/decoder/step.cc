@@ -78,7 +78,7 @@ void Forward::divide(Worker& worker) const {
 }
 
 void Forward::run(Worker& worker) {
-  const TileScope tiles;
+  worker.tiles.emplace();
   divide(worker);
   worker.row.resize(max_width_);
   for (const Block& block : worker.blocks) embed(worker, block);
@@ -102,6 +102,7 @@ void Forward::run(Worker& worker) {
   }
   if (has_own_blocks_) barrier(worker);
   head(worker);
+  worker.tiles.reset();
 }
 
 const float* Forward::norm(const NormSpec& spec, const float* x, int64_t n, float* out) const {
@@ -187,8 +188,8 @@ void Forward::mlp(Worker& worker, const Block& block, const LayerSpec& layer, co
     output.out = out;
     output.row_stride = width;
     multiply(worker, block, spec.up, input, output, Phase::kUp, &spec.down.weight);
-    const InputRows& product = fill(worker, block, spec.down.weight,
-                                    [&](int64_t row) { return out + (row - block.rows.begin) * width; });
+    const InputRows& product =
+        fill(worker, block, spec.down.weight, [&](int64_t row) { return out + (row - block.rows.begin) * width; });
     multiply_into_residual(worker, block, spec.down, product, layer.after_mlp, Phase::kDown, next);
     return;
   }
