@@ -10,6 +10,7 @@ Measured once, in a few seconds, and kept in the user's cache as JSON under a ke
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
 import math
@@ -64,24 +65,26 @@ class MachineLimits:
 
         It never rises with the size: what a large working set reaches, a smaller one can.
         """
-        points = self._threads(self.bandwidth, num_threads)
-        best, falling = 0.0, []
+        points: list[tuple[int, float]] = self._threads(self.bandwidth, num_threads)
+        best = 0.0
+        falling: list[tuple[int, float]] = []
         for size, rate in reversed(points):
             best = max(best, rate)
             falling.append((size, best))
         falling.reverse()
         if num_bytes <= falling[0][0]:
             return falling[0][1]
-        for (low, fast), (high, slow) in zip(falling, falling[1:], strict=False):
+        for (low, fast), (high, slow) in itertools.pairwise(falling):
             if num_bytes <= high:
                 share = math.log(num_bytes / low) / math.log(high / low)
-                return math.exp((1 - share) * math.log(fast) + share * math.log(slow))
+                return fast * math.exp(share * math.log(slow / fast))
         return falling[-1][1]
 
     def ops_per_s(self, dtype: str, num_threads: int | None = None) -> float:
         """Arithmetic peak for operands of a type: the fastest kind of instruction that can serve it."""
         found = [self.peaks[kind] for kind in _KINDS.get(dtype, ("float32",)) if kind in self.peaks]
-        return max(self._threads(peak, num_threads) for peak in found)
+        rates: list[float] = [self._threads(peak, num_threads) for peak in found]
+        return max(rates)
 
     def seconds(self, num_bytes: float, num_ops: float, dtype: str) -> float:
         """The shortest time for work that must move so many bytes and do so many operations; the two overlap."""
@@ -100,7 +103,9 @@ class MachineLimits:
             "key": self.key,
             "measured_at": self.measured_at,
             "measured_in_s": self.measured_in_s,
-            "bandwidth": {str(threads): [list(point) for point in points] for threads, points in self.bandwidth.items()},
+            "bandwidth": {
+                str(threads): [list(point) for point in points] for threads, points in self.bandwidth.items()
+            },
             "peaks": {kind: {str(t): rate for t, rate in by.items()} for kind, by in self.peaks.items()},
         }
 
@@ -130,9 +135,7 @@ class MachineLimits:
         return made
 
 
-def machine_limits(
-    device: torch.device | str = "cpu", *, refresh: bool = False, seconds: float = 4.0
-) -> MachineLimits:
+def machine_limits(device: torch.device | str = "cpu", *, refresh: bool = False, seconds: float = 4.0) -> MachineLimits:
     """The limits of a device: from the cache when they were measured for the same machine, else measured and kept.
 
     :param refresh: measure again.
@@ -241,18 +244,14 @@ def measure_cpu(seconds: float) -> Measured:
     # filling the memory takes about a fifth, the peaks as much; the rest goes to the passes
     each = 0.6 * seconds / (len(sizes) * len(counts))
     probe = core.BandwidthProbe(sizes[-1], cpus)
-    bandwidth = {
-        count: [(size, float(probe.measure(size, count, each))) for size in sizes] for count in counts
-    }
+    bandwidth = {count: [(size, float(probe.measure(size, count, each))) for size in sizes] for count in counts}
     del probe  # its memory is free again before anything else is asked for
     each = 0.2 * seconds / (len(kinds) * len(counts))
     peaks = {kind: {count: float(core.measure_peak(kind, cpus[:count], each)) for count in counts} for kind in kinds}
     return bandwidth, peaks
 
 
-def measure_with_torch(
-    device: torch.device | str, sizes: list[int], matrix_size: int, seconds: float
-) -> Measured:
+def measure_with_torch(device: torch.device | str, sizes: list[int], matrix_size: int, seconds: float) -> Measured:
     """Through torch's own copies and matrix products, for accelerators and where there is no compiled core.
 
     A copy of n bytes moves 2 n. Everything counts as one thread, which is what a caller of torch is.
@@ -268,7 +267,9 @@ def measure_with_torch(
     for size in sizes:
         half = size // 8
         source, target = memory[:half], memory[half : 2 * half]
-        points.append((size, 8 * half / _best_s(lambda source=source, target=target: target.copy_(source), device, each)))
+        points.append(
+            (size, 8 * half / _best_s(lambda source=source, target=target: target.copy_(source), device, each))
+        )
     del memory
     peaks: dict[str, dict[int, float]] = {}
     dtypes = [torch.float32, torch.bfloat16] + ([torch.float16] if device.type == "cuda" else [])

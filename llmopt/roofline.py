@@ -125,9 +125,7 @@ def _pairs(lengths: np.ndarray, window: int | None) -> int:
     return pairs if window is None else pairs + int(window * (lengths - inside).sum())
 
 
-def model_cost(
-    model: PreTrainedModel, shapes: Mapping[int, LayerShape], layer_types: Sequence[str] = ()
-) -> ModelCost:
+def model_cost(model: PreTrainedModel, shapes: Mapping[int, LayerShape], layer_types: Sequence[str] = ()) -> ModelCost:
     """What a model of transformers costs, from its parameters.
 
     :param shapes: what each attention layer stores.

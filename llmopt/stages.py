@@ -178,6 +178,9 @@ class Execute(Protocol):
         When the batch ``wants_best``, the best token of each row may be returned instead. It does so only where nobody
         looks at logits: there is no `LogitsMask`, and every plugin's stage that wraps `execute`, or stands in `verify`,
         has an attribute ``accepts_best = True``. The result is only valid until the next call.
+
+        An executor with weights of its own may say how many bytes of them a step reads, as ``weight_bytes``, and of
+        which type their products are, as ``weight_dtype`` (``"int8"``): `llmopt.roofline` asks.
         """
 
 

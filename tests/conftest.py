@@ -17,6 +17,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # tests start: on a busy machine, threads that spin for each other cost minutes there.
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
+    # Nor is the machine measured by accident: what a busy machine reaches would stay in the user's cache.
+    os.environ["LLMOPT_MACHINE_LIMITS"] = str(Path(__file__).parent / "machine_limits.json")
 
 
 def _why_no_native() -> str | None:

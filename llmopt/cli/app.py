@@ -131,3 +131,16 @@ def demo(plugins: Plugins = None, as_json: Json = False) -> None:
     from llmopt.cli.demo import run
 
     run(plugins or [], as_json=as_json)
+
+
+@app.command()
+def probe(
+    refresh: Annotated[bool, typer.Option("--refresh", help="Measure again, whatever the cache holds.")] = False,
+    seconds: Annotated[float, typer.Option(min=0.1, help="About how long measuring may take.")] = 4.0,
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:0.")] = "cpu",
+    as_json: Json = False,
+) -> None:
+    """Measure what this machine can do: read bandwidth by working set, arithmetic peak by kind; kept in the cache."""
+    from llmopt.cli.probe import run
+
+    run(refresh=refresh, seconds=seconds, device=device, as_json=as_json)
