@@ -20,9 +20,9 @@ from llmopt.errors import ModelError
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["load", "load_tokenizer", "resolve"]
+__all__ = ["load", "load_tokenizer", "read_gguf_config", "resolve", "torch_dtype"]
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _STANDARD_WEIGHTS = (
@@ -105,7 +105,8 @@ def load(
     with tempfile.TemporaryDirectory(prefix="llmopt-links-") as links:
         weights = _standard_names(Path(source), Path(links)) if Path(source).is_dir() else source
         model = _guarded(
-            source, lambda: _auto_class(config).from_pretrained(weights, config=config, dtype=_dtype(dtype), **options)
+            source,
+            lambda: _auto_class(config).from_pretrained(weights, config=config, dtype=torch_dtype(dtype), **options),
         )
     model.name_or_path = source  # not the folder of links
     model.eval()
@@ -128,6 +129,17 @@ def load_tokenizer(name: str | os.PathLike[str], **options: Any) -> PreTrainedTo
     return tokenizer
 
 
+def read_gguf_config(file: Path) -> PreTrainedConfig:
+    """The config of the model in a .gguf file.
+
+    :raises ModelError: an architecture that transformers cannot read from such a file.
+    """
+    from transformers import AutoConfig
+
+    config: PreTrainedConfig = _guarded(str(file), lambda: AutoConfig.from_pretrained(file.parent, gguf_file=file.name))
+    return config
+
+
 def _only_gguf(folder: Path) -> Path:
     ggufs = sorted(folder.glob("*.gguf"))
     if len(ggufs) == 1:
@@ -143,7 +155,11 @@ def _only_gguf(folder: Path) -> Path:
     )
 
 
-def _dtype(dtype: str | torch.dtype) -> str | torch.dtype:
+def torch_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
+    """A dtype by its name; "auto" stays what it is.
+
+    :raises ModelError: no dtype has this name.
+    """
     import torch
 
     if dtype == "auto" or isinstance(dtype, torch.dtype):
@@ -243,7 +259,7 @@ def _load_gguf(
     from transformers import AutoModelForCausalLM, GgufConfig
 
     # "auto" would give float16, which few CPUs compute with; the quantized weights fit in bfloat16 as well
-    chosen = torch.bfloat16 if dtype == "auto" else _dtype(dtype)
+    chosen = torch.bfloat16 if dtype == "auto" else torch_dtype(dtype)
     options = dict(model_options)
     if device_map is not None or max_memory is not None:
         options |= {"device_map": device_map or "auto", "max_memory": max_memory}

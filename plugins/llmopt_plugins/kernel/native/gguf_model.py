@@ -1,0 +1,57 @@
+"""A Hugging Face model for a GGUF file, without its dense weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from llmopt.errors import ModelError
+from llmopt.hub import load_tokenizer, read_gguf_config, torch_dtype
+from llmopt.loaded_model import LoadedModel
+from llmopt_plugins.kernel.native.gguf_file import GgufFile
+from llmopt_plugins.kernel.native.gguf_weights import GgufWeights
+from llmopt_plugins.kernel.native.late_weights import LateWeights
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_OPTIONS = ("dtype", "attn_implementation", "device_map")
+
+
+def load_gguf(path: Path, load_options: dict[str, Any]) -> tuple[LoadedModel, GgufWeights]:
+    """The model with its parameters reserved but unread, its tokenizer, and the file as a source of weights.
+
+    :param load_options: as for `llmopt.load`; ``dtype`` is that of the model's own forward and of KV, by default
+        bfloat16.
+    :raises ModelError: the file is damaged, of an unknown architecture, or an option has no meaning here.
+    """
+    odd = [name for name in load_options if name not in _OPTIONS]
+    device = load_options.get("device_map")
+    if odd or device not in (None, "cpu"):
+        told = f"load_options {', '.join(odd)}" if odd else f"device_map={device!r}"
+        raise ModelError(
+            f"{path} stays packed on the CPU with plugin 'native', which has no use for {told}.\n"
+            "Leave it out, or build without 'native'."
+        )
+    file = GgufFile(path)
+    dtype = torch_dtype(load_options.get("dtype", "auto"))
+    config = read_gguf_config(path)
+    model = _empty_model(config, torch.bfloat16 if dtype == "auto" else dtype, load_options.get("attn_implementation"))
+    model.name_or_path = str(path)
+    weights = GgufWeights(file, model)
+    LateWeights(model, weights, path.name)
+    return LoadedModel(model, load_tokenizer(path), weights_unread=True), weights
+
+
+def _empty_model(config: Any, dtype: Any, attention: str | None) -> PreTrainedModel:
+    """Parameters on the meta device, buffers real."""
+    from accelerate import init_empty_weights
+    from transformers import AutoModelForCausalLM
+
+    options = {} if attention is None else {"attn_implementation": attention}
+    with init_empty_weights(include_buffers=False):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
+    model.tie_weights()
+    return model.eval()
