@@ -56,7 +56,7 @@ void InputBuffer::resize(InputForm form, int64_t num_rows, int64_t num_inputs) {
   const int64_t scale_stride = form == InputForm::kInt8Group ? padded / kInputGroup : 0;
   const int64_t num_scales = form == InputForm::kInt8Token ? num_rows : num_rows * scale_stride;
   const int64_t scale_bytes = round_up(num_scales * static_cast<int64_t>(sizeof(float)), kLine);
-  const size_t needed = rows_bytes + 2 * scale_bytes;
+  const size_t needed = rows_bytes + 4 * scale_bytes;  // scales, sums, and two half sums for each
   if (needed > capacity_) {
     memory_.reset();
     capacity_ = 0;
@@ -71,8 +71,9 @@ void InputBuffer::resize(InputForm form, int64_t num_rows, int64_t num_inputs) {
   rows_.row_bytes = row_bytes;
   rows_.scale_stride = scale_stride;
   if (num_scales > 0) rows_.scales = reinterpret_cast<const float*>(memory_.get() + rows_bytes);
+  if (num_scales > 0) rows_.sums = reinterpret_cast<const float*>(memory_.get() + rows_bytes + scale_bytes);
   if (form == InputForm::kInt8Group) {
-    rows_.sums = reinterpret_cast<const float*>(memory_.get() + rows_bytes + scale_bytes);
+    rows_.half_sums = reinterpret_cast<const float*>(memory_.get() + rows_bytes + 2 * scale_bytes);
   }
 }
 
@@ -89,11 +90,12 @@ void InputBuffer::fill_row(int64_t index, const float* values) {
       return kernels.fill_bfloat16(values, n, padded, reinterpret_cast<uint16_t*>(row));
     case InputForm::kInt8Token:
       return kernels.fill_int8_token(values, n, padded, reinterpret_cast<int8_t*>(row),
-                                     const_cast<float*>(rows_.scales) + index);
+                                     const_cast<float*>(rows_.scales) + index, const_cast<float*>(rows_.sums) + index);
     case InputForm::kInt8Group: {
       const int64_t at = index * rows_.scale_stride;
       return kernels.fill_int8_group(values, n, padded, reinterpret_cast<int8_t*>(row),
-                                     const_cast<float*>(rows_.scales) + at, const_cast<float*>(rows_.sums) + at);
+                                     const_cast<float*>(rows_.scales) + at, const_cast<float*>(rows_.sums) + at,
+                                     const_cast<float*>(rows_.half_sums) + 2 * at);
     }
   }
 }

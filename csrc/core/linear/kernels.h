@@ -12,7 +12,7 @@ namespace llmopt::matmul {
 // All rows against the panels [panel_begin, panel_end) of one matrix, on one thread.
 struct Task {
   const MatrixShape& shape;
-  const std::byte* panels;  // panel 0 of the matrix
+  const std::byte* panels;  // panel `first_panel` of the matrix
   int64_t panel_bytes;
   int64_t depth;  // K as padded in the panels
   const InputRows& input;
@@ -20,8 +20,9 @@ struct Task {
   int64_t panel_begin, panel_end;
   int64_t prefetch_bytes;  // how far ahead of the reading; less than panel_bytes
   LinearScratch& scratch;
+  int64_t first_panel = 0;
 
-  const std::byte* panel(int64_t index) const { return panels + index * panel_bytes; }
+  const std::byte* panel(int64_t index) const { return panels + (index - first_panel) * panel_bytes; }
   const std::byte* input_row(int64_t index) const { return input.data + index * input.row_bytes; }
 };
 
@@ -40,14 +41,14 @@ struct Kernels {
   Multiply int8_tiles = nullptr;
   Multiply int8_group = nullptr;  // kInt8Group weights, input kInt8Group
   Multiply int4_group = nullptr;
-  Multiply int8_group_unpacked = nullptr;  // the same weights unpacked first, input bf16_form
-  Multiply int4_group_unpacked = nullptr;
+  Multiply group_tiles = nullptr;  // both grouped formats unpacked to bfloat16 first, input bf16_form
 
   // One input row: n values, then zeros up to `padded` (a multiple of 128) values.
   void (*fill_bfloat16)(const float* values, int64_t n, int64_t padded, uint16_t* row) = nullptr;
-  void (*fill_int8_token)(const float* values, int64_t n, int64_t padded, int8_t* row, float* scale) = nullptr;
-  void (*fill_int8_group)(const float* values, int64_t n, int64_t padded, int8_t* row, float* scales,
-                          float* sums) = nullptr;
+  void (*fill_int8_token)(const float* values, int64_t n, int64_t padded, int8_t* row, float* scale,
+                          float* sum) = nullptr;
+  void (*fill_int8_group)(const float* values, int64_t n, int64_t padded, int8_t* row, float* scales, float* sums,
+                          float* half_sums) = nullptr;
 
   // Around tile kernels, on each thread; may be null.
   void (*enter_tiles)() = nullptr;

@@ -34,6 +34,10 @@ const Kernels& selected() {
   return chosen;
 }
 
+bool unpacks_groups(int64_t num_rows) {
+  return selected().group_tiles != nullptr && num_rows >= linear_tuning().tile_rows_group;
+}
+
 // The kernel of a format for so many rows; null when this build has none.
 Multiply choose(WeightFormat format, int64_t num_rows) {
   const Kernels& kernels = selected();
@@ -46,9 +50,9 @@ Multiply choose(WeightFormat format, int64_t num_rows) {
     case WeightFormat::kInt8:
       return kernels.int8_tiles && num_rows >= tuning.tile_rows_int8 ? kernels.int8_tiles : kernels.int8;
     case WeightFormat::kInt8Group:
-      return num_rows >= tuning.tile_rows_group ? kernels.int8_group_unpacked : kernels.int8_group;
+      return unpacks_groups(num_rows) ? kernels.group_tiles : kernels.int8_group;
     case WeightFormat::kInt4Group:
-      return num_rows >= tuning.tile_rows_group ? kernels.int4_group_unpacked : kernels.int4_group;
+      return unpacks_groups(num_rows) ? kernels.group_tiles : kernels.int4_group;
   }
   return nullptr;
 }
@@ -74,7 +78,7 @@ InputForm input_form(const MatrixShape& shape, int64_t num_rows) {
     case WeightFormat::kInt8:
       return InputForm::kInt8Token;
     default:
-      return num_rows >= linear_tuning().tile_rows_group ? matmul::selected().bf16_form : InputForm::kInt8Group;
+      return matmul::unpacks_groups(num_rows) ? matmul::selected().bf16_form : InputForm::kInt8Group;
   }
 }
 

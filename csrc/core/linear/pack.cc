@@ -4,22 +4,10 @@
 #include <stdexcept>
 #include <string>
 
+#include "core/linear/half.h"
+
 namespace llmopt {
 namespace matmul {
-
-float float16_to_float(uint16_t x) {
-  const uint32_t sign = static_cast<uint32_t>(x & 0x8000) << 16;
-  const uint32_t magnitude = x & 0x7fff;
-  if (magnitude < 0x0400) {  // zero or subnormal: steps of 2^-24
-    const float value = static_cast<float>(magnitude) * 0x1p-24f;
-    return sign ? -value : value;
-  }
-  const uint32_t exponent_shift = magnitude >= 0x7c00 ? (255 - 31) << 23 : (127 - 15) << 23;  // infinity and NaN stay
-  const uint32_t bits = sign | ((magnitude << 13) + exponent_shift);
-  float value;
-  std::memcpy(&value, &bits, 4);
-  return value;
-}
 
 void read_row(const SourceRows& source, int row, int64_t num_inputs, float* out) {
   const int64_t stride = source.element_stride;
@@ -33,7 +21,7 @@ void read_row(const SourceRows& source, int row, int64_t num_inputs, float* out)
     if (source.type == SourceType::kBFloat16) {
       for (int64_t k = 0; k < num_inputs; ++k) out[k] = bfloat16_to_float(from[k * stride]);
     } else {
-      for (int64_t k = 0; k < num_inputs; ++k) out[k] = float16_to_float(from[k * stride]);
+      for (int64_t k = 0; k < num_inputs; ++k) out[k] = from_float16(from[k * stride]);
     }
   }
 }

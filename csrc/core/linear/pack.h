@@ -24,8 +24,6 @@ inline uint16_t float_to_bfloat16(float x) {
   return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-float float16_to_float(uint16_t x);
-
 // Row `row` of the source as float32: [num_inputs]. A null row gives zeros.
 void read_row(const SourceRows& source, int row, int64_t num_inputs, float* out);
 

@@ -3,6 +3,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "core/linear/int_layout.h"
+
 namespace llmopt {
 namespace {
 
@@ -11,20 +13,14 @@ constexpr int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple -
 // Bytes of a panel before it is rounded up to whole cache lines.
 int64_t used_bytes(const MatrixShape& shape) {
   const int64_t values = padded_inputs(shape) * kPanelWidth;
-  const int64_t half_per_group = shape.group_size > 0 ? values / shape.group_size * 2 : 0;  // one float16 per group
   switch (shape.format) {
     case WeightFormat::kFloat32:
       return values * 4;
     case WeightFormat::kBFloat16:
       return values * 2;
-    case WeightFormat::kInt8:
-      return values + kPanelWidth * 8;
-    case WeightFormat::kInt8Group:
-      return values + half_per_group;
-    case WeightFormat::kInt4Group:
-      return values / 2 + half_per_group * (shape.has_minimum ? 2 : 1);
+    default:
+      return matmul::integer::panel_bytes(shape);
   }
-  return 0;
 }
 
 }  // namespace

@@ -9,7 +9,7 @@ namespace llmopt {
 
 // From narrow to wide; each level may use what the levels before it need.
 //   kPortable    what the compiler targets by default
-//   kAvx2        AVX2, FMA
+//   kAvx2        AVX2, FMA, F16C
 //   kAvx512      AVX-512 F, BW, DQ, VL
 //   kAvx512Bf16  and AVX512_BF16, AVX512_VNNI: dot products of bfloat16 and of int8
 //   kAmx         and AMX-BF16, AMX-INT8: tiles of both, with the permission of the operating system

@@ -31,7 +31,10 @@ struct InputRows {
   const std::byte* data = nullptr;  // 64-byte aligned
   int64_t row_bytes = 0;
   const float* scales = nullptr;  // kInt8Token: [num_rows]; kInt8Group: [num_rows, scale_stride]
-  const float* sums = nullptr;    // kInt8Group: scale * sum of the group's int8 values, [num_rows, scale_stride]
+  // kInt8Token: sum of the row's int8 values, [num_rows]; kInt8Group: scale * sum of the group's, [num_rows,
+  // scale_stride]
+  const float* sums = nullptr;
+  const float* half_sums = nullptr;  // kInt8Group: scale * sum of each 16 values, [num_rows, 2 * scale_stride]
   int64_t scale_stride = 0;
 };
 

@@ -16,9 +16,9 @@ inline constexpr int kPanelWidth = 16;
 enum class WeightFormat : uint8_t {
   kFloat32,    // [K][16] float32
   kBFloat16,   // [K/32] tiles of [16 pairs of k][16 columns][2] bfloat16: an AMX tile, and a row of AVX512_BF16
-  kInt8,       // [K/64] tiles of [16 quads of k][16 columns][4] int8; then float32 scale and int32 sum per column
-  kInt8Group,  // per group of k: the quads of the group as above, then 16 float16 scales
-  kInt4Group,  // per group of k: 4-bit values (0..15), then 16 float16 scales, and 16 float16 minimums if has_minimum
+  kInt8,       // [K/64] tiles of [16 quads of k][16 columns][4] uint8, w = scale * (q - 128); then 16 float32 scales
+  kInt8Group,  // per group of k: the quads of the group as above, 16 float16 scales
+  kInt4Group,  // per group of k: 4-bit values (0..15), 16 float16 scales, and 16 float16 minimums if has_minimum
 };
 
 const char* name(WeightFormat format);
@@ -57,10 +57,12 @@ struct SourceRows {
   SourceType type = SourceType::kFloat32;
   const void* rows[kPanelWidth] = {};
   int64_t element_stride = 1;
+  // [num_inputs] weight of each input's squared error in the integer formats' fits, or null: all the same
+  const float* importance = nullptr;
 };
 
 // Pack one panel. Integer formats round to the nearest step; their scales (and minimums) are those of least squared
-// error among the candidates that the format's comment in pack.cc lists.
+// error among the candidates that pack_int.cc lists.
 // Throws std::invalid_argument for a shape that no kernel reads.
 void pack_panel(const MatrixShape& shape, const SourceRows& source, std::byte* panel);
 

@@ -1,0 +1,94 @@
+// Input rows to int8: round(x / scale) with scale = max |x| / 127, so -127..127. Only for kernel sources.
+#pragma once
+
+#include "core/linear/int_layout.h"
+#include "core/simd.h"
+
+namespace llmopt::matmul {
+namespace {
+
+using namespace simd;
+
+typedef int8_t ByteVec __attribute__((vector_size(kLanes)));
+
+struct Magnitude {
+  Vec max{};
+  IntVec nan{};
+
+  LLMOPT_INLINE void take(Vec v) {
+    max = larger(floats(words(v) & 0x7fffffff), max);
+    nan |= v != v;
+  }
+  // NaN when there was one: then every product with the row is NaN, and nobody mistakes it for a result.
+  LLMOPT_INLINE float value() const { return max_lanes(max) + sum_lanes(floats(reinterpret_cast<WordVec>(nan))); }
+};
+
+LLMOPT_INLINE float inverse_step(float magnitude) { return magnitude > 1e-30f ? 127.0f / magnitude : 0.0f; }
+
+// Writes kLanes values and returns them. |v * inverse| is at most 127 but for rounding.
+LLMOPT_INLINE IntVec quantize(Vec v, float inverse, int8_t* to) {
+  const Vec shifted = v * splat(inverse) + splat(12582912.0f);  // 1.5 * 2^23: the integer lands in the low bits
+  const IntVec q = reinterpret_cast<IntVec>(words(shifted) - 0x4b400000u);
+  store(to, __builtin_convertvector(q, ByteVec));
+  return q;
+}
+
+LLMOPT_INLINE int32_t sum_lanes(IntVec v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_epi32(reinterpret_cast<__m512i>(v));
+#else
+  int32_t sum = 0;
+  for (int i = 0; i < kLanes; ++i) sum += v[i];
+  return sum;
+#endif
+}
+
+// One scale for the row. sum: of the int8 values, exact up to 2^24.
+void fill_int8_token(const float* values, int64_t n, int64_t padded, int8_t* row, float* scale, float* sum) {
+  const int64_t whole = n / kLanes * kLanes;
+  const int rest = static_cast<int>(n - whole);
+  Magnitude magnitude;
+  for (int64_t k = 0; k < whole; k += kLanes) magnitude.take(load_as<Vec>(values + k));
+  if (rest > 0) magnitude.take(load_first<Vec>(values + whole, rest));
+  const float max = magnitude.value(), inverse = inverse_step(max);
+  IntVec total{};
+  int64_t k = 0;
+  for (; k < whole; k += kLanes) total += quantize(load_as<Vec>(values + k), inverse, row + k);
+  if (rest > 0) {
+    total += quantize(load_first<Vec>(values + k, rest), inverse, row + k);
+    k += kLanes;
+  }
+  std::memset(row + k, 0, padded - k);
+  *scale = max * (1.0f / 127.0f);
+  *sum = static_cast<float>(sum_lanes(total));
+}
+
+// One scale for each 32 values; sums: scale * sum of the group's int8 values; half_sums: the same of each 16.
+void fill_int8_group(const float* values, int64_t n, int64_t padded, int8_t* row, float* scales, float* sums,
+                     float* half_sums) {
+  constexpr int kVecs = integer::kInputGroup / kLanes;
+  for (int64_t begin = 0, g = 0; begin < padded; begin += integer::kInputGroup, ++g) {
+    Vec v[kVecs];
+    Magnitude magnitude;
+#pragma GCC unroll 8
+    for (int i = 0; i < kVecs; ++i) {
+      const int64_t k = begin + i * kLanes, left = n - k;
+      v[i] = left >= kLanes ? load_as<Vec>(values + k)
+             : left > 0     ? load_first<Vec>(values + k, static_cast<int>(left))
+                            : Vec{};
+      magnitude.take(v[i]);
+    }
+    const float max = magnitude.value(), inverse = inverse_step(max), scale = max * (1.0f / 127.0f);
+    IntVec half[2] = {};
+#pragma GCC unroll 8
+    for (int i = 0; i < kVecs; ++i) half[i * 2 / kVecs] += quantize(v[i], inverse, row + begin + i * kLanes);
+    const int32_t first = sum_lanes(half[0]), second = sum_lanes(half[1]);
+    scales[g] = scale;
+    sums[g] = scale * static_cast<float>(first + second);
+    half_sums[2 * g] = scale * static_cast<float>(first);
+    half_sums[2 * g + 1] = scale * static_cast<float>(second);
+  }
+}
+
+}  // namespace
+}  // namespace llmopt::matmul
