@@ -135,12 +135,13 @@ void Forward::rotate_and_store_head(float* values, int64_t row, int head, int la
   }
 }
 
-void Forward::attend(Worker& worker, int layer) {
-  if (worker.thread == 0) {
-    worker.tiles.reset();
-    paged_attention(attention_args(layer), caches_[layer], *plan_, 1);
-    worker.tiles.emplace();
-  }
+// Needs the work of the layers before to be over; attend() needs a barrier behind it.
+void Forward::start_attention(const Worker& worker, int layer) {
+  if (worker.thread == 0) attention_.emplace(attention_args(layer), caches_[layer], *plan_);
+}
+
+void Forward::attend(Worker& worker) {
+  attention_->run();
   mark(worker, Phase::kAttention);
 }
 

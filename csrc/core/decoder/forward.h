@@ -42,7 +42,6 @@ struct Block {
 struct Worker {
   int thread = 0, size = 1;
   std::vector<Block> blocks;
-  std::optional<TileScope> tiles;
   LinearScratch scratch;
   InputSet inputs;         // rows that this thread converts for itself
   InputSet products;       // of own blocks: outputs of `up` in the form that `down` reads
@@ -96,7 +95,8 @@ class Forward {
   static int num_units(const AttentionSpec& spec);
   void rotate_and_store(float* qkv, int64_t row, int unit, int layer) const;
   void rotate_and_store_head(float* values, int64_t row, int head, int layer) const;
-  void attend(Worker& worker, int layer);
+  void start_attention(const Worker& worker, int layer);
+  void attend(Worker& worker);
   void project_output(Worker& worker, const Block& block, int layer);
 
   // moe.cc
@@ -131,14 +131,15 @@ class Forward {
   StepPlan* plan_ = nullptr;
   int64_t num_rows_ = 0;
   bool has_own_blocks_ = false;
-  InputSet shared_inputs_;     // rows converted by all threads
-  InputSet shared_products_;   // outputs of `up` in the form that `down` reads
-  InputSet head_inputs_;       // [R, hidden]
-  Array<float> residual_;      // [T, hidden]
-  Array<float> branch_;        // [T, hidden] what a norm looks at before it joins the residual stream
-  Array<float> qkv_, mlp_;     // [T, ...] of shared blocks
-  Array<std::byte> query_;     // [T, Hq * D] dtype of the cache
-  Array<std::byte> attended_;  // the same
+  InputSet shared_inputs_;                  // rows converted by all threads
+  InputSet shared_products_;                // outputs of `up` in the form that `down` reads
+  InputSet head_inputs_;                    // [R, hidden]
+  Array<float> residual_;                   // [T, hidden]
+  Array<float> branch_;                     // [T, hidden] what a norm looks at before it joins the residual stream
+  Array<float> qkv_, mlp_;                  // [T, ...] of shared blocks
+  Array<std::byte> query_;                  // [T, Hq * D] dtype of the cache
+  Array<std::byte> attended_;               // the same
+  std::optional<AttentionCall> attention_;  // of the layer at hand
 
   // Experts. A slot is a row of an expert: its rows lie together, the first at a multiple of 16.
   Array<float> normed_;          // [T, hidden]

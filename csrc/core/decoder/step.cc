@@ -78,7 +78,7 @@ void Forward::divide(Worker& worker) const {
 }
 
 void Forward::run(Worker& worker) {
-  worker.tiles.emplace();
+  const TileScope tiles;
   divide(worker);
   worker.row.resize(max_width_);
   for (const Block& block : worker.blocks) embed(worker, block);
@@ -87,8 +87,9 @@ void Forward::run(Worker& worker) {
     const LayerSpec& layer = spec_.layers[i];
     const PackedMatrix* next = i + 1 < num_layers ? &spec_.layers[i + 1].attention.qkv.weight : nullptr;
     for (const Block& block : worker.blocks) project_qkv(worker, block, i);
+    start_attention(worker, i);
     barrier(worker);
-    attend(worker, i);
+    attend(worker);
     barrier(worker);
     const bool has_experts = !layer.moe.experts.empty();
     for (const Block& block : worker.blocks) {
@@ -102,7 +103,6 @@ void Forward::run(Worker& worker) {
   }
   if (has_own_blocks_) barrier(worker);
   head(worker);
-  worker.tiles.reset();
 }
 
 const float* Forward::norm(const NormSpec& spec, const float* x, int64_t n, float* out) const {
