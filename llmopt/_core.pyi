@@ -185,6 +185,27 @@ def pack_panels(
     :raises ValueError: a shape that no kernel reads, or more rows than panels.
     """
 
+def pack_gguf_panels(
+    shape: MatrixShape,
+    type: int,
+    panels: npt.NDArray[np.int64],
+    row_addresses: npt.NDArray[np.int64],
+    out_address: int,
+    num_threads: int,
+) -> None:
+    """Pack rows of a quantized tensor of a GGUF file into panels, values as they are.
+
+    :param type: number of the tensor's type in the file; its blocks must be those of ``shape``.
+    :param panels: ``[P]`` numbers of the panels to write, counted from ``out_address``.
+    :param row_addresses: ``[P * 16]`` where the rows lie; 0: a row of zeros.
+    :raises ValueError: a type that is not read, or that is not the form of ``shape``.
+    """
+
+def dequantize_gguf_rows(
+    type: int, row_addresses: npt.NDArray[np.int64], num_inputs: int, out_address: int, num_threads: int
+) -> None:
+    """Rows of a tensor of a GGUF file as float32, ``[rows, num_inputs]`` at ``out_address``."""
+
 def unpack_rows(matrix: PackedMatrix, rows: npt.NDArray[np.int64], out_address: int) -> None:
     """Rows of W as float32 [len(rows), num_inputs] at ``out_address``. IndexError: no such row."""
 

@@ -163,6 +163,7 @@ NB_MODULE(_core, m) {
       .def("update", &update_plan, "block_tables"_a, "seq_lens"_a, "cu_seqlens_q"_a, "slot_mapping"_a = nb::none());
 
   bind_decoder(m);
+  bind_gguf(m);
 
   m.def("argmax_rows", &argmax_rows);
   m.def("paged_attention", &attend);

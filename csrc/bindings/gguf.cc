@@ -88,9 +88,8 @@ void dequantize_rows(uint32_t type, nb::handle row_addresses, int64_t num_inputs
   const auto num_rows = static_cast<int64_t>(rows.shape(0));
   for_each_unlocked((num_rows + kChunk - 1) / kChunk, num_threads, [&](int64_t chunk) {
     for (int64_t i = chunk * kChunk; i < num_rows && i < (chunk + 1) * kChunk; ++i) {
-      dequantize_gguf_row(static_cast<GgufType>(type),
-                          pointer<const std::byte>(static_cast<uintptr_t>(rows.data()[i])), num_inputs,
-                          pointer<float>(out) + i * num_inputs);
+      dequantize_gguf_row(static_cast<GgufType>(type), pointer<const std::byte>(static_cast<uintptr_t>(rows.data()[i])),
+                          num_inputs, pointer<float>(out) + i * num_inputs);
     }
   });
 }

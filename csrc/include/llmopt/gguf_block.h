@@ -33,9 +33,9 @@ struct GgufLayout {
 // Throws std::invalid_argument for a type that is not listed above.
 GgufLayout gguf_layout(GgufType type);
 
-// A quantized row taken apart, as pack_quantized_panel wants it: w = scale * value (int8_group), scale * (value - 8), or
-// scale * value + minimum (int4_group). values: [num_inputs]; scales and minimums: [num_inputs / group_size], minimums
-// only for types that have them.
+// A quantized row taken apart, as pack_quantized_panel wants it: w = scale * value (int8_group), scale * (value - 8),
+// or scale * value + minimum (int4_group). values: [num_inputs]; scales and minimums: [num_inputs / group_size],
+// minimums only for types that have them.
 void decode_gguf_row(GgufType type, const std::byte* row, int64_t num_inputs, uint8_t* values, float* scales,
                      float* minimums);
 

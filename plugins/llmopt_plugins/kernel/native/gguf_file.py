@@ -77,7 +77,8 @@ class GgufFile:
         self.tensors: dict[str, GgufTensor] = {}
         try:
             with path.open("rb") as file:
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                # private pages that could be written, so that torch takes them without a warning; nobody writes
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except (OSError, ValueError) as error:
             raise ModelError(f"{path} cannot be read: {error}.") from error
         self._bytes = np.frombuffer(self._map, dtype=np.uint8)

@@ -129,17 +129,26 @@ class GgufWeights:
         return GgufRows(self.file, tensor, self._order(tensor))
 
     def dense(self, name: str) -> Tensor:
-        """A copy in float32."""
+        """Plain types as they are, a view of the file where rows are in order; quantized ones in float32."""
         tensor = self._tensors[name]
-        num_rows = tensor.num_bytes // tensor.row_bytes
         order = self._order(tensor)
+        if tensor.is_quantized:
+            weight = self._dequantized(tensor, order)
+        else:
+            plain = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[tensor.type_name]
+            weight = torch.from_numpy(self.file.bytes_of(tensor)).view(plain).view(tensor.shape)
+            weight = weight if order is None else weight[torch.from_numpy(order)]
+        if self._architecture in _NORMS_PLUS_ONE and name.endswith("norm.weight"):
+            weight = weight.float() - 1.0
+        return weight
+
+    def _dequantized(self, tensor: GgufTensor, order: np.ndarray | None) -> Tensor:
+        num_rows = tensor.num_bytes // tensor.row_bytes
         rows = np.arange(num_rows, dtype=np.int64) if order is None else order
         places = self.file.address + tensor.begin + rows * tensor.row_bytes
         out = torch.empty(tensor.shape, dtype=torch.float32)
         threads = torch.get_num_threads()
         extension().dequantize_gguf_rows(tensor.type, places, tensor.shape[-1], out.data_ptr(), threads)
-        if self._architecture in _NORMS_PLUS_ONE and name.endswith("norm.weight"):
-            out -= 1.0
         return out
 
     def _order(self, tensor: GgufTensor) -> np.ndarray | None:

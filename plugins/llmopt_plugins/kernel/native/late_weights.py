@@ -81,7 +81,13 @@ class LateWeights:
                         self.num_bytes / 2**20,
                     )
                     self.num_bytes = 0
-                parameter.copy_(self.source.dense(name))
+                parameter.data.copy_(self.source.dense(name))  # .data: the parameter does not count as changed
+
+
+def has_foreign_hooks(module: nn.Module) -> bool:
+    """Whether a module has forward hooks that do more than fill in its weights."""
+    own = (isinstance(getattr(hook, "__self__", None), LateWeights) for hook in module._forward_pre_hooks.values())
+    return bool(module._forward_hooks) or not all(own)
 
 
 def _reserve(parameter: Tensor) -> nn.Parameter:
