@@ -60,6 +60,7 @@ def write_gguf(path: Path, model: Any, kind: Type, *, changed: dict[str, Any] | 
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("gpt2")
     tokens = [chr(33 + i) if i < 90 else f"<{i}>" for i in range(config.vocab_size)]
+    tokens[100] = "!!"
     writer.add_token_list(tokens)
     writer.add_token_types([1] * len(tokens))
     writer.add_token_merges(["! !"])
@@ -85,7 +86,9 @@ def write_gguf(path: Path, model: Any, kind: Type, *, changed: dict[str, Any] | 
         elif weight.ndim == 2 and kind not in (Type.F32, Type.F16):
             writer.add_tensor(stored, quantized(weight, kind, rng), raw_dtype=kind)
         else:
-            writer.add_tensor(stored, weight.astype(np.float16 if kind is Type.F16 and weight.ndim == 2 else np.float32))
+            writer.add_tensor(
+                stored, weight.astype(np.float16 if kind is Type.F16 and weight.ndim == 2 else np.float32)
+            )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
