@@ -1,0 +1,151 @@
+"""Putting the executor together: read the model, choose formats, pack, make the decoder."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from llmopt.errors import PluginUnavailableError
+from llmopt_plugins.kernel.native.decoder_plan import DecoderPlan, native_spec
+from llmopt_plugins.kernel.native.decoder_spec import NotNativeError, read_decoder
+from llmopt_plugins.kernel.native.executor import NativeExecute
+from llmopt_plugins.kernel.native.formats import choose_shapes, describe_formats
+from llmopt_plugins.kernel.native.packing import (
+    ModelWeights,
+    PackedWeights,
+    WeightSource,
+    extension,
+    fill,
+    pack,
+)
+from llmopt_plugins.kernel.native.weight_watch import WeightWatch
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from llmopt.config import PipelineConfig
+    from llmopt.kv_cache import KVCache
+    from llmopt.registry import BuildContext
+
+_CACHE_DTYPES = {torch.float32: False, torch.bfloat16: True}
+
+
+def make_executor(
+    config: PipelineConfig,
+    context: BuildContext,
+    num_threads: int,
+    *,
+    source: WeightSource | None = None,
+    packed: PackedWeights | None = None,
+) -> NativeExecute:
+    """The executor for the model of a context.
+
+    :param source: where the weights come from; None: the model itself.
+    :param packed: weights that are packed already, for the plan of this model.
+    :raises PluginUnavailableError: the decoder cannot run the model; says why.
+    """
+    core = extension()
+    model, kv_cache = context.model, context.kv_cache
+    assert kv_cache is not None
+    try:
+        plan = read_decoder(model)
+    except NotNativeError as error:
+        raise PluginUnavailableError(f"plugin 'native' cannot run this model: it {error}.") from error
+    check_cache(plan, kv_cache)
+    weights = source or ModelWeights(model)
+    shapes = choose_shapes(plan.matrices, weights, config.kernel) if packed is None else {}
+    packed = packed or pack(plan.matrices, plan.vectors, shapes, weights, num_threads)
+    shapes = {name: shape for name, (shape, _) in packed.matrices.items()}
+    tables = [rope.tables(context.max_model_len) for rope in plan.ropes]
+    team = thread_team(num_threads)
+    decoder = _Decoder(plan, packed, tables, kv_cache, team, context.max_model_len)
+    has_own_weights = source is None
+    watch = WeightWatch(model, reads_values=has_own_weights and not context.weights_unread)
+
+    def refresh() -> str | None:
+        try:
+            now = read_decoder(model)
+        except NotNativeError as error:
+            return str(error)
+        fresh = ModelWeights(model)
+        is_same = (now.matrices, now.vectors, now.layers) == (plan.matrices, plan.vectors, plan.layers)
+        if not is_same or not has_own_weights or choose_shapes(now.matrices, fresh, config.kernel) != shapes:
+            return "was changed since the pipeline was built; build again"
+        fill(packed, plan.matrices, plan.vectors, fresh, num_threads)
+        watch.reset()
+        return None
+
+    num_bytes = packed.memory.num_bytes
+    about = (
+        f"{plan.kinds}, {describe_formats(shapes)}, {num_bytes / 1e6:.0f} MB packed; {core.isa()} kernels, "
+        f"{team.size} thread{'s' if team.size > 1 else ''}"
+    )
+    return NativeExecute(decoder, core.StepPlan(), plan.vocab_size, context.baseline.execute, watch, refresh, about)
+
+
+def check_cache(plan: DecoderPlan, kv_cache: KVCache) -> None:
+    """Refuse a pool that stores something else than the decoder writes.
+
+    :raises PluginUnavailableError: says what differs.
+    """
+    for index, layer in enumerate(plan.layers):
+        shape = kv_cache.shapes.get(index)
+        wanted = (layer.attention.num_kv_heads, layer.attention.head_dim)
+        found = shape and (shape.num_key_heads, shape.key_dim)
+        if shape is None or found != wanted or (shape.num_value_heads, shape.value_dim) != wanted:
+            raise PluginUnavailableError(
+                f"plugin 'native' cannot run this model: its layer {index} stores keys of {found} (heads, size), and "
+                f"{wanted} were read from the model."
+            )
+        if shape.dtype not in _CACHE_DTYPES or shape.device.type != "cpu":
+            raise PluginUnavailableError(
+                f"plugin 'native' needs keys and values in float32 or bfloat16 on the CPU, the pool of this model has "
+                f"{str(shape.dtype).removeprefix('torch.')} on {shape.device}. Load the model with dtype=bfloat16."
+            )
+
+
+@functools.cache
+def thread_team(num_threads: int) -> Any:
+    """The threads that all decoders of this process share; they sleep when nobody steps."""
+    return extension().ThreadTeam(num_threads)
+
+
+class _Decoder:
+    """The extension's decoder, together with the memory that it looks at."""
+
+    def __init__(
+        self,
+        plan: DecoderPlan,
+        packed: PackedWeights,
+        tables: list[tuple[np.ndarray, np.ndarray]],
+        kv_cache: KVCache,
+        team: Any,
+        max_model_len: int,
+    ) -> None:
+        core = extension()
+        self.owners = (packed, tables, kv_cache)
+        layers = []
+        for layer in plan.layers:  # a window that holds every sequence is none
+            window = layer.attention.sliding_window
+            attention = replace(layer.attention, sliding_window=0 if window >= max_model_len else window)
+            layers.append(replace(layer, attention=attention))
+        caches = []
+        for index in range(len(layers)):
+            kv, shape = kv_cache.layers[index], kv_cache.shapes[index]
+            caches.append(
+                core.LayerCache(
+                    kv.key.data_ptr(),
+                    kv.value.data_ptr(),
+                    kv_cache.num_blocks,
+                    shape.num_key_heads,
+                    kv_cache.block_size,
+                    shape.key_dim,
+                    shape.value_dim,
+                    _CACHE_DTYPES[shape.dtype],
+                )
+            )
+        self.decoder = core.Decoder(native_spec(replace(plan, layers=layers), packed, tables), caches, team)
+        self.step = self.decoder.step

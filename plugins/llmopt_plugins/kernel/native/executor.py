@@ -1,0 +1,145 @@
+"""The stage: one call of the C++ decoder per step, and the Hugging Face executor for rows that it cannot run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from llmopt.batch import BestTokens
+from llmopt.hf.rows import take_rows
+
+if TYPE_CHECKING:
+    from llmopt.batch import Batch, DraftTokens
+    from llmopt.request import Request
+    from llmopt.stages import Execute
+    from llmopt_plugins.kernel.native.weight_watch import WeightWatch
+
+logger = logging.getLogger("llmopt")
+
+
+class NativeExecute:
+    """Runs batches on the decoder.
+
+    :param decoder: the extension's `Decoder`.
+    :param plan: an extension's `StepPlan` of its own.
+    :param fallback: runs rows with media or adapters, and everything while the model is another than was packed. It
+        uses the same blocks.
+    :param refresh: packs the model's weights again; returns the reason when the decoder cannot run it any more.
+    :param about: one line for `describe`.
+    """
+
+    def __init__(
+        self,
+        decoder: Any,
+        plan: Any,
+        vocab_size: int,
+        fallback: Execute,
+        watch: WeightWatch,
+        refresh: Callable[[], str | None],
+        about: str,
+    ) -> None:
+        self.fallback = fallback
+        self.watch, self.refresh = watch, refresh
+        self.vocab_size = vocab_size
+        self.why_not_now: str | None = None  # why everything goes to the fallback at the moment
+        self._about = about
+        self._plan, self._update, self._step = plan, plan.update, decoder.step
+        self._logits = torch.empty((0, vocab_size))
+        self._known: set[Request] = set()  # requests of the last batch
+        # a batch of decodes comes again in the next step, with new numbers in its arrays
+        self._decodes: Batch | None = None
+        self._rows = self._logits  # its rows of the logits
+        self._counts = {"num_steps": 0, "num_fallback_rows": 0, "num_repacks": 0}
+
+    def __call__(self, batch: Batch, drafts: DraftTokens | None) -> Tensor | BestTokens:
+        if batch is self._decodes:
+            return self._run(batch, self._rows)
+        self._decodes = None
+        if batch.requests and not self._known.issuperset(batch.requests):
+            self._check_model()
+        self._known = set(batch.requests)
+        if self.why_not_now is not None:
+            self._counts["num_fallback_rows"] += batch.num_requests
+            return self.fallback(batch, drafts)
+        others = [row for row, request in enumerate(batch.requests) if request.media is not None]
+        if batch.adapters:
+            others = sorted({*others, *(row for row, name in enumerate(batch.adapters) if name is not None)})
+        if others:
+            return self._run_split(batch, drafts, others)
+        rows = self._make_rows(batch)
+        if batch.logits_indices.size == batch.token_ids.size:
+            self._decodes, self._rows = batch, rows
+        return self._run(batch, rows)
+
+    def _run(self, batch: Batch, rows: Tensor) -> Tensor | BestTokens:
+        """One call. What is looked up and made here is paid for in every token."""
+        self._counts["num_steps"] += 1
+        self._update(batch.block_tables, batch.seq_lens, batch.cu_seqlens_q, batch.slot_mapping)
+        if batch.wants_best:
+            return BestTokens(
+                *self._step(self._plan, batch.token_ids, batch.positions, batch.logits_indices, want_best=True)
+            )
+        self._step(self._plan, batch.token_ids, batch.positions, batch.logits_indices, rows.data_ptr())
+        return rows
+
+    def _make_rows(self, batch: Batch) -> Tensor:
+        """Memory for the logits of a batch, reused from step to step."""
+        count = batch.logits_indices.size
+        if count > self._logits.shape[0] and not batch.wants_best:
+            with torch.inference_mode(False):  # others could not write to a tensor that was made in this mode
+                self._logits = torch.empty((count, self.vocab_size))
+        return self._logits[:count]
+
+    def _run_split(self, batch: Batch, drafts: DraftTokens | None, others: list[int]) -> Tensor | BestTokens:
+        """Some rows here, the others in the fallback."""
+        self._counts["num_fallback_rows"] += len(others)
+        mine = sorted(set(range(batch.num_requests)) - set(others))
+        if not mine:
+            return self.fallback(batch, drafts)
+        found: list[Tensor] = []
+        places: list[np.ndarray] = []
+        for rows, run in ((mine, self._run_part), (others, self.fallback)):
+            part, its_places = take_rows(batch, rows)
+            logits = run(part, drafts)
+            assert isinstance(logits, Tensor), "a part of a batch wants logits"
+            found.append(logits)
+            places.append(its_places)
+        return torch.cat(found)[torch.from_numpy(np.argsort(np.concatenate(places)))]
+
+    def _run_part(self, batch: Batch, drafts: DraftTokens | None) -> Tensor | BestTokens:
+        return self._run(batch, self._make_rows(batch))
+
+    def _check_model(self) -> None:
+        """Before a request starts: pack again what has changed, or leave it to the fallback."""
+        watch = self.watch
+        if self.why_not_now is None and not watch.has_other_modules() and not watch.has_other_weights():
+            return
+        before, self.why_not_now = self.why_not_now, self.refresh()
+        if self.why_not_now is None:
+            self._counts["num_repacks"] += 1
+            logger.info("native: the model's weights changed and were packed again.")
+        elif before != self.why_not_now:
+            logger.warning("native: the model runs through transformers' forward, because it %s.", self.why_not_now)
+
+    def stats(self) -> dict[str, int]:
+        return dict(self._counts)
+
+    def describe(self) -> str:
+        if self.why_not_now is not None:
+            return f"{self._about}; not used at the moment, because the model {self.why_not_now}"
+        return self._about
+
+    def close(self) -> None:
+        """Free the decoder and its memory, and close the fallback."""
+        self._decodes, self._known = None, set()
+        self._step = self._update = self._plan = None
+        self.refresh = lambda: "was closed"
+        self._logits = self._rows = torch.empty((0, self.vocab_size))
+        close = getattr(self.fallback, "close", None)
+        if close is not None:
+            close()
