@@ -25,7 +25,7 @@ logger = logging.getLogger("llmopt")
 class NativeExecute:
     """Runs batches on the decoder.
 
-    :param decoder: the extension's `Decoder`.
+    :param decoder: has the extension's ``step``, and owns the memory that it looks at.
     :param plan: an extension's `StepPlan` of its own.
     :param fallback: runs rows with media or adapters, and everything while the model is another than was packed. It
         uses the same blocks.
@@ -48,6 +48,7 @@ class NativeExecute:
         self.vocab_size = vocab_size
         self.why_not_now: str | None = None  # why everything goes to the fallback at the moment
         self._about = about
+        self._decoder = decoder  # owns the memory that its steps look at
         self._plan, self._update, self._step = plan, plan.update, decoder.step
         self._logits = torch.empty((0, vocab_size))
         self._known: set[Request] = set()  # requests of the last batch
@@ -137,7 +138,7 @@ class NativeExecute:
     def close(self) -> None:
         """Free the decoder and its memory, and close the fallback."""
         self._decodes, self._known = None, set()
-        self._step = self._update = self._plan = None
+        self._step = self._update = self._plan = self._decoder = None
         self.refresh = lambda: "was closed"
         self._logits = self._rows = torch.empty((0, self.vocab_size))
         close = getattr(self.fallback, "close", None)

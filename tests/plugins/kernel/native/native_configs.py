@@ -18,8 +18,8 @@ _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_ma
 _LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
-    "short_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0],
-    "long_factor": [9.0] * 8,
+    "short_factor": [1.0, 1.5, 2.0, 3.0],
+    "long_factor": [9.0] * 4,
     "original_max_position_embeddings": 64,
     "factor": 4.0,
 }
@@ -51,7 +51,10 @@ FAMILY_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
     "qwen3-biases": ("qwen3", {"attention_bias": True, "use_sliding_window": False}),
     "smollm3": ("smollm3", {}),
-    "smollm3-some-layers-without-rope": ("smollm3", {"no_rope_layers": [1, 0, 1], "use_sliding_window": False}),
+    "smollm3-some-layers-without-rope": (
+        "smollm3",
+        {"no_rope_layers": [1, 0, 1], "layer_types": ["full_attention"] * 3, "use_sliding_window": False},
+    ),
     "smollm3-biases": ("smollm3", {"attention_bias": True, "mlp_bias": True}),
     "phi3": ("phi3", {}),
     "phi3-no-window": ("phi3", {"sliding_window": None}),
@@ -61,7 +64,7 @@ FAMILY_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "phi3-longrope": (
         "phi3",
-        {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 64, "sliding_window": None},
+        {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 64, "sliding_window": None, "head_dim": 8},
     ),
     "gemma2": ("gemma2", {}),
     "gemma2-no-softcaps": ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
