@@ -179,6 +179,9 @@ class Execute(Protocol):
         looks at logits: there is no `LogitsMask`, and every plugin's stage that wraps `execute`, or stands in `verify`,
         has an attribute ``accepts_best = True``. The result is only valid until the next call.
 
+        Requests with ``media`` only come to a stage that has an attribute ``takes_media = True``, as the baseline's;
+        one that cannot run such rows itself hands them to ``context.baseline.execute``, which uses the same blocks.
+
         An executor with weights of its own may say how many bytes of them a step reads, as ``weight_bytes``, and of
         which type their products are, as ``weight_dtype`` (``"int8"``): `llmopt.roofline` asks.
         """

@@ -191,7 +191,8 @@ class PreparedCall:
     def _why_not_padded(self) -> str | None:
         """Whether more than ids can reach the forward."""
         chains, plain = self.pipeline.registry.chains, self.pipeline.baseline
-        if chains["execute"].objects[0] is not plain.execute:
+        execute = chains["execute"].objects[0]
+        if execute is not plain.execute and not getattr(execute, "takes_media", False):
             return "the prompt is more than ids, and the plugin that runs the model takes ids only"
         if len(chains["exchange"].objects) > 1 or chains["exchange"].objects[0] is not plain.exchange:
             return "the prompt is more than ids, and only ids are sent to the other ranks"

@@ -189,11 +189,12 @@ class _Reader:
         )
         uses_rope = bool(getattr(module, "use_rope", True))
         q_norm, k_norm = getattr(module, "q_norm", None), getattr(module, "k_norm", None)
+        qkv = self._linear(f"{name}.qkv", [(f"{prefix}.{p}", getattr(module, p)) for p in family.qkv])
         return AttentionPlan(
             num_heads=num_heads,
-            num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
+            num_kv_heads=(self.matrices[f"{name}.qkv"].num_outputs // module.head_dim - num_heads) // 2,
             head_dim=module.head_dim,
-            qkv=self._linear(f"{name}.qkv", [(f"{prefix}.{p}", getattr(module, p)) for p in family.qkv]),
+            qkv=qkv,
             output=self._linear(f"{name}.output", [(f"{prefix}.{family.output}", getattr(module, family.output))]),
             scale=float(module.scaling),
             q_norm=NormPlan() if q_norm is None else self._norm(f"{name}.q_norm", f"{prefix}.q_norm", q_norm),

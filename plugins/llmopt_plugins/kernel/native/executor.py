@@ -33,6 +33,8 @@ class NativeExecute:
     :param about: one line for `describe`.
     """
 
+    takes_media = True
+
     def __init__(
         self,
         decoder: Any,

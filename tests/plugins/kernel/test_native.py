@@ -1,0 +1,250 @@
+"""native: what it runs itself, what it leaves to the Hugging Face executor, and what it says of itself."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import llmopt
+from llmopt import native
+from llmopt.batch import Batch, BestTokens, DraftTokens
+from llmopt.errors import NonFiniteLogitsError, PluginOptionError, PluginUnavailableError
+from llmopt.pipeline import InferencePipeline
+from llmopt.testing import assert_same_tokens, tiny_model, tiny_prompts
+from llmopt_plugins.kernel.native import Native
+
+PROMPTS = tiny_prompts(4, min_length=2, max_length=30)
+
+
+def counts(pipe: InferencePipeline) -> dict[str, int]:
+    found: dict[str, int] = pipe.stats()["execute.native"]
+    return found
+
+
+def tokens(pipe: InferencePipeline, **options: Any) -> list[list[int]]:
+    outputs = pipe.batch(PROMPTS, progress=False, max_new_tokens=12, ignore_eos=True, **options)
+    for output in outputs:
+        if output.error is not None:
+            raise output.error
+    return [output.token_ids for output in outputs]
+
+
+def plain_tokens(model: Any) -> list[list[int]]:
+    with llmopt.build(model) as pipe:
+        return tokens(pipe)
+
+
+# -- what it says ----------------------------------------------------------------------------------------------------
+@pytest.mark.native
+def test_describe_shows_formats_bytes_kernels_and_threads() -> None:
+    with llmopt.build(tiny_model("mixtral"), [Native(threads=2)]) as pipe:
+        told = str(pipe.describe())
+    core = native.core()
+    assert core is not None
+    assert "native: 2 layers, 2 of 4 experts, float32, " in told
+    assert f"MB packed; {core.isa()} kernels, 2 threads" in told
+
+
+@pytest.mark.native
+def test_auto_chooses_it_for_a_known_family() -> None:
+    with llmopt.build(tiny_model("llama"), "auto") as pipe:
+        assert "native" in pipe.describe().details
+
+
+def test_without_the_extension_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLMOPT_NATIVE", "off")
+    with pytest.raises(PluginUnavailableError, match="needs the compiled extension.*LLMOPT_NATIVE=off"):
+        llmopt.build(tiny_model("llama"), ["native"])
+
+
+@pytest.mark.parametrize("threads", [0, -1, 1.5, True])
+def test_threads_are_checked(threads: Any) -> None:
+    from llmopt.plugin_search import make_plugin
+
+    with pytest.raises(PluginOptionError, match="threads"):
+        make_plugin("native", {"threads": threads})
+
+
+# -- rows that it leaves to others -----------------------------------------------------------------------------------
+@pytest.mark.native
+def test_rows_that_are_more_than_ids_run_on_the_hugging_face_executor_in_the_same_step() -> None:
+    model = tiny_model("llama")
+    embeddings = model.get_input_embeddings()(torch.tensor([PROMPTS[0]])).detach()
+    options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
+    wanted = model.generate(inputs_embeds=embeddings, **options)
+    with llmopt.build(model, ["native"]) as pipe:
+        handles = [pipe.submit(prompt, max_new_tokens=40, ignore_eos=True) for prompt in PROMPTS]
+        assert torch.equal(pipe.generate(inputs_embeds=embeddings, **options), wanted)
+        mixed = [handle.result().token_ids for handle in handles]
+        assert not pipe.generate.fall_backs
+        assert counts(pipe)["num_fallback_rows"] > 0
+        alone = pipe.batch(PROMPTS, progress=False, max_new_tokens=40, ignore_eos=True)
+        assert mixed == [output.token_ids for output in alone]
+
+
+# -- a model that changes --------------------------------------------------------------------------------------------
+def _in_place(model: Any) -> None:
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight.mul_(-2)
+
+
+def _through_data(model: Any) -> None:
+    model.model.layers[0].mlp.down_proj.weight.data *= -2
+
+
+def _new_data(model: Any) -> None:
+    weight = model.model.layers[1].self_attn.q_proj.weight
+    weight.data = -weight.data
+
+
+def _new_parameter(model: Any) -> None:
+    projection = model.model.layers[1].self_attn.v_proj
+    projection.weight = torch.nn.Parameter(-projection.weight.detach())
+
+
+def _norm(model: Any) -> None:
+    with torch.no_grad():
+        model.model.norm.weight[3:9] = -1
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("change", [_in_place, _through_data, _new_data, _new_parameter, _norm])
+def test_weights_that_change_are_packed_again_before_the_next_request(change: Any) -> None:
+    model = tiny_model("llama")
+    before = plain_tokens(model)
+    with llmopt.build(model, ["native"]) as pipe:
+        assert tokens(pipe) == before
+        change(model)
+        after = plain_tokens(model)
+        assert after != before
+        assert tokens(pipe) == after
+        assert counts(pipe) == {**counts(pipe), "num_repacks": 1, "num_fallback_rows": 0}
+
+
+@pytest.mark.native
+def test_hooks_run_on_the_hugging_face_executor_while_they_are_there(caplog: pytest.LogCaptureFixture) -> None:
+    model: Any = tiny_model("llama")
+    wanted = plain_tokens(model)
+    calls: list[int] = []
+    with llmopt.build(model, ["native"]) as pipe:
+        hook = model.model.layers[0].register_forward_hook(lambda *_: calls.append(1))
+        with caplog.at_level(logging.WARNING, "llmopt"):
+            assert tokens(pipe) == wanted
+        assert calls
+        assert "model.layers.0 with forward hooks" in caplog.text
+        assert "not used at the moment" in str(pipe.describe())
+        hook.remove()
+        calls.clear()
+        steps = counts(pipe)["num_steps"]
+        assert tokens(pipe) == wanted
+        assert not calls
+        assert counts(pipe)["num_steps"] > steps
+        assert "not used" not in str(pipe.describe())
+
+
+@pytest.mark.native
+def test_exchanged_modules_run_on_the_hugging_face_executor() -> None:
+    model: Any = tiny_model("llama")
+
+    class Twice(torch.nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return 2 * super().forward(input)
+
+    with llmopt.build(model, ["native"]) as pipe:
+        old = model.model.layers[0].mlp.up_proj
+        new = Twice(old.in_features, old.out_features, bias=False)
+        new.weight = old.weight
+        model.model.layers[0].mlp.up_proj = new
+        assert tokens(pipe) == plain_tokens(model)
+        assert counts(pipe)["num_fallback_rows"] > 0
+
+
+# -- logits or the best token ----------------------------------------------------------------------------------------
+class Seen:
+    """Notes what `execute` returned, between it and `verify`."""
+
+    def __init__(self, pipe: InferencePipeline) -> None:
+        self.kinds: list[type] = []
+        execute = pipe.execute
+
+        def noting(batch: Batch, drafts: DraftTokens | None) -> Tensor | BestTokens:
+            result = execute(batch, drafts)
+            self.kinds.append(type(result))
+            return result
+
+        pipe.execute = noting
+
+
+@pytest.mark.native
+def test_greedy_requests_get_their_best_token_without_logits() -> None:
+    model = tiny_model("llama")
+    with llmopt.build(model, ["native"]) as pipe:
+        seen = Seen(pipe)
+        assert tokens(pipe) == plain_tokens(model)
+        assert set(seen.kinds) == {BestTokens}
+        seen.kinds.clear()
+        tokens(pipe, repetition_penalty=1.3)
+        assert set(seen.kinds) == {Tensor}
+
+
+@pytest.mark.native
+def test_a_plugin_that_reads_logits_finds_them() -> None:
+    shapes: list[tuple[int, ...]] = []
+
+    class Reader:
+        info = llmopt.PluginInfo(name="reader", layer="speculation", promise="exact")
+
+        @llmopt.hookimpl
+        def llmopt_wrap_verify(self, verify: Any) -> Any:
+            def reading(batch: Batch, drafts: Any, logits: Tensor, mask: Any) -> Any:
+                shapes.append(tuple(logits.shape))
+                return verify(batch, drafts, logits, mask)
+
+            return reading
+
+    model = tiny_model("llama")
+    with llmopt.build(model, ["native", Reader()]) as pipe:
+        assert tokens(pipe) == plain_tokens(model)
+    assert shapes
+    assert {shape[1] for shape in shapes} == {512}
+
+
+@pytest.mark.native
+def test_logits_that_are_not_finite_end_the_request_with_the_reason() -> None:
+    model: Any = tiny_model("llama")
+    with llmopt.build(model, ["native"]) as pipe:
+        with torch.no_grad():
+            model.lm_head.weight[7, 3] = torch.nan
+        output = pipe.batch(PROMPTS[:1], progress=False, max_new_tokens=3)[0]
+    assert isinstance(output.error, NonFiniteLogitsError)
+
+
+# -- company ---------------------------------------------------------------------------------------------------------
+@pytest.mark.native
+def test_it_works_in_inference_mode_and_with_gradients_on() -> None:
+    model = tiny_model("qwen3")
+    wanted = plain_tokens(model)
+    with llmopt.build(model, ["native", "paged_kv"], block_size=4, max_tokens_per_step=7) as pipe:
+        with torch.inference_mode():
+            assert tokens(pipe) == wanted
+        with torch.enable_grad():
+            assert tokens(pipe) == wanted
+        assert_same_tokens(pipe, model, PROMPTS)
+        assert_same_tokens(pipe, model, PROMPTS, num_beams=1, num_return_sequences=2, do_sample=True, top_k=10)
+
+
+@pytest.mark.native
+def test_two_pipelines_of_one_model_do_not_disturb_each_other() -> None:
+    model = tiny_model("gpt2")
+    wanted = plain_tokens(model)
+    with llmopt.build(model, ["native"]) as first, llmopt.build(model, ["native", "paged_kv"]) as second:
+        handles = [
+            (pipe, pipe.submit(p, max_new_tokens=12, ignore_eos=True)) for p in PROMPTS for pipe in (first, second)
+        ]
+        found = [handle.result().token_ids for _, handle in handles]
+    assert found[0::2] == wanted
+    assert found[1::2] == wanted
