@@ -234,10 +234,18 @@ class Registry:
     def load(self, source: str, load_options: dict[str, Any]) -> LoadedModel | None:
         """Let the plugins load the model; None when none of them wants to.
 
+        With ``"auto"``, a plugin that cannot load this model is left out.
+
         :raises PluginHookError: a plugin returned something else.
         """
-        for plugin in self.plugins:
-            loaded = self._call(plugin, "llmopt_load", source=source, load_options=dict(load_options))
+        for plugin in list(self.plugins):
+            try:
+                loaded = self._call(plugin, "llmopt_load", source=source, load_options=dict(load_options))
+            except ModelError as error:
+                if not self.auto:
+                    raise
+                self._leave_out(plugin, f"cannot load this model: {error}")
+                continue
             if loaded is None:
                 continue
             if not isinstance(loaded, LoadedModel):

@@ -9,14 +9,21 @@ blocks after T. Dao, "FlashAttention-2", 2023; paged KV after W. Kwon et al., "P
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from llmopt import PluginInfo, hookimpl, native
+from llmopt.loaded_model import LoadedModel
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from llmopt.config import PipelineConfig
+    from llmopt.pipeline import InferencePipeline
     from llmopt.registry import BuildContext
     from llmopt.stages import Execute
+    from llmopt_plugins.kernel.native.gguf_weights import GgufWeights
+    from llmopt_plugins.kernel.native.packed_store import PackedStore
 
 
 class Native:
@@ -31,11 +38,20 @@ class Native:
         auto=True,
     )
 
-    def __init__(self, threads: int | None = None) -> None:
-        """:param threads: of the decoder; None: what the machine and the container allow."""
+    def __init__(self, threads: int | None = None, save: bool | str = False) -> None:
+        """:param threads: of the decoder; None: what the machine and the container allow.
+        :param save: keep the packed weights in a file and read them from it next time. True: beside the model, or in
+            the user's cache where that cannot be written; a path: that file. A file that is there is used in any case,
+            when it fits.
+        """
         if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or threads < 1):
             raise ValueError(f"threads is a number of threads, at least 1, found {threads!r}")
+        if not isinstance(save, (bool, str)):
+            raise ValueError(f"save is True, False or a path, found {save!r}")
         self.threads = threads
+        self.save = save
+        self._gguf: tuple[PreTrainedModel, GgufWeights] | None = None  # between llmopt_load and llmopt_finish
+        self._store: PackedStore | None = None
 
     def why_unavailable(self, context: BuildContext) -> str | None:
         reason = native.why_not()
@@ -47,8 +63,54 @@ class Native:
         return None if reason is None else f"cannot run this model: it {reason}"
 
     @hookimpl
+    def llmopt_load(self, source: str, load_options: dict[str, Any]) -> LoadedModel | None:
+        from llmopt_plugins.kernel.native.packed_store import has_candidate
+
+        self._gguf = self._store = None
+        if native.why_not() is not None:
+            return None
+        if source.endswith(".gguf"):
+            from llmopt_plugins.kernel.native.gguf_model import load_gguf
+
+            loaded, weights = load_gguf(Path(source), load_options)
+            self._gguf = loaded.model, weights
+            return loaded
+        if not Path(source).is_dir() or load_options.get("device_map") or not has_candidate(source, self.save):
+            return None
+        from llmopt.hub import load
+
+        return LoadedModel(*load(source, **load_options), weights_unread=True)  # mapped, not read
+
+    @hookimpl
     def llmopt_replace_execute(self, config: PipelineConfig, context: BuildContext) -> Execute | None:
         from llmopt_plugins.kernel.native.builder import make_executor
+        from llmopt_plugins.kernel.native.packed_store import PackedStore, options_of
 
         assert context.machine is not None
-        return make_executor(config, context, self.threads or context.machine.num_threads)
+        model = context.model
+        weights = self._gguf[1] if self._gguf is not None and self._gguf[0] is model else None
+        self._store = None
+        if context.source is not None and Path(context.source).exists():
+            options = options_of(model.dtype, config.kernel, is_gguf=weights is not None)
+            self._store = PackedStore(context.source, model.config, options, self.save)
+        num_threads = self.threads or context.machine.num_threads
+        return make_executor(config, context, num_threads, source=weights, store=self._store)
+
+    @hookimpl
+    def llmopt_finish(self, pipeline: InferencePipeline) -> None:
+        from llmopt_plugins.kernel.native import resident
+        from llmopt_plugins.kernel.native.executor import NativeExecute
+
+        gguf, store = self._gguf, self._store
+        self._gguf = self._store = None
+        if pipeline.why_not is not None:
+            return
+        execute = pipeline.registry.chains["execute"].objects[0]
+        if store is not None and isinstance(execute, NativeExecute) and execute.packed is not None:
+            store.keep(execute.packed)
+            pipeline.notes += store.notes
+        if gguf is not None:
+            gguf[1].file.release()
+        if store is not None:  # the model is nobody else's yet
+            resident.give_back_mapped(pipeline.model.parameters())
+            resident.trim_heap()

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from llmopt.config import PipelineConfig
     from llmopt.kv_cache import KVCache
     from llmopt.registry import BuildContext
+    from llmopt_plugins.kernel.native.packed_store import PackedStore
 
 _CACHE_DTYPES = {torch.float32: False, torch.bfloat16: True}
 
@@ -39,12 +40,12 @@ def make_executor(
     num_threads: int,
     *,
     source: WeightSource | None = None,
-    packed: PackedWeights | None = None,
+    store: PackedStore | None = None,
 ) -> NativeExecute:
     """The executor for the model of a context.
 
     :param source: where the weights come from; None: the model itself.
-    :param packed: weights that are packed already, for the plan of this model.
+    :param store: may have the weights packed already.
     :raises PluginUnavailableError: the decoder cannot run the model; says why.
     """
     core = extension()
@@ -56,8 +57,12 @@ def make_executor(
         raise PluginUnavailableError(f"plugin 'native' cannot run this model: it {error}.") from error
     check_cache(plan, kv_cache)
     weights = source or ModelWeights(model)
-    shapes = choose_shapes(plan.matrices, weights, config.kernel) if packed is None else {}
-    packed = packed or pack(plan.matrices, plan.vectors, shapes, weights, num_threads)
+    packed = None if store is None else store.load(plan, num_threads)
+    if packed is None:
+        shapes = choose_shapes(plan.matrices, weights, config.kernel)
+        packed = pack(plan.matrices, plan.vectors, shapes, weights, num_threads)
+        if source is None:  # from the model itself, which the self-test may well read then
+            context.weights_unread = False
     shapes = {name: shape for name, (shape, _) in packed.matrices.items()}
     tables = [rope.tables(context.max_model_len) for rope in plan.ropes]
     team = thread_team(num_threads)
@@ -83,7 +88,9 @@ def make_executor(
         f"{plan.kinds}, {describe_formats(shapes)}, {num_bytes / 1e6:.0f} MB packed; {core.isa()} kernels, "
         f"{team.size} thread{'s' if team.size > 1 else ''}"
     )
-    return NativeExecute(decoder, core.StepPlan(), plan.vocab_size, context.baseline.execute, watch, refresh, about)
+    return NativeExecute(
+        packed, decoder, core.StepPlan(), plan.vocab_size, context.baseline.execute, watch, refresh, about
+    )
 
 
 def check_cache(plan: DecoderPlan, kv_cache: KVCache) -> None:

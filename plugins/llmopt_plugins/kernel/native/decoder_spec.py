@@ -26,6 +26,7 @@ from llmopt_plugins.kernel.native.decoder_plan import (
     RopePlan,
 )
 from llmopt_plugins.kernel.native.families import FAMILIES, Family
+from llmopt_plugins.kernel.native.late_weights import has_foreign_hooks
 from llmopt_plugins.kernel.native.packing import MatrixPlan, Role, Rows, VectorPlan
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def check_modules(model: PreTrainedModel, family: Family) -> None:
         is_known = cls in _PARTS or cls in _ACTIVATIONS or cls.__module__ == family.module
         if not is_known:
             raise NotNativeError(f"{where} of class {cls.__module__}.{cls.__name__}, which is not a plain one")
-        if module._forward_hooks or module._forward_pre_hooks:
+        if has_foreign_hooks(module):
             raise NotNativeError(f"{where} with forward hooks, which the native decoder would not call")
         if "forward" in vars(module):
             raise NotNativeError(f"{where} whose forward was replaced")

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from llmopt.batch import Batch, DraftTokens
     from llmopt.request import Request
     from llmopt.stages import Execute
+    from llmopt_plugins.kernel.native.packing import PackedWeights
     from llmopt_plugins.kernel.native.weight_watch import WeightWatch
 
 logger = logging.getLogger("llmopt")
@@ -25,6 +26,7 @@ logger = logging.getLogger("llmopt")
 class NativeExecute:
     """Runs batches on the decoder.
 
+    :param packed: the weights that the decoder reads.
     :param decoder: has the extension's ``step``, and owns the memory that it looks at.
     :param plan: an extension's `StepPlan` of its own.
     :param fallback: runs rows with media or adapters, and everything while the model is another than was packed. It
@@ -37,6 +39,7 @@ class NativeExecute:
 
     def __init__(
         self,
+        packed: PackedWeights,
         decoder: Any,
         plan: Any,
         vocab_size: int,
@@ -49,6 +52,7 @@ class NativeExecute:
         self.watch, self.refresh = watch, refresh
         self.vocab_size = vocab_size
         self.why_not_now: str | None = None  # why everything goes to the fallback at the moment
+        self.packed: PackedWeights | None = packed
         self._about = about
         self._decoder = decoder  # owns the memory that its steps look at
         self._plan, self._update, self._step = plan, plan.update, decoder.step
@@ -140,7 +144,7 @@ class NativeExecute:
     def close(self) -> None:
         """Free the decoder and its memory, and close the fallback."""
         self._decodes, self._known = None, set()
-        self._step = self._update = self._plan = self._decoder = None
+        self._step = self._update = self._plan = self._decoder = self.packed = None
         self.refresh = lambda: "was closed"
         self._logits = self._rows = torch.empty((0, self.vocab_size))
         close = getattr(self.fallback, "close", None)

@@ -167,7 +167,8 @@ class Arena:
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
-        self._map = mmap.mmap(-1, num_bytes + _HUGE_PAGE)
+        # private: a shared map is a file in memory, and those get huge pages only where the system was told to
+        self._map = mmap.mmap(-1, num_bytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):  # a kernel without transparent huge pages
                 self._map.madvise(mmap.MADV_HUGEPAGE)

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from llmopt_plugins.kernel.native.late_weights import has_foreign_hooks
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedModel
@@ -53,12 +55,14 @@ class WeightWatch:
     def has_other_modules(self) -> bool:
         """Whether modules were exchanged, or have hooks or forwards of their own."""
         for modules, name, child in self._modules:
-            if modules.get(name) is not child or child._forward_hooks or child._forward_pre_hooks:
+            if modules.get(name) is not child or child._forward_hooks:
+                return True
+            if child._forward_pre_hooks and has_foreign_hooks(child):
                 return True
             if "forward" in child.__dict__:
                 return True
         model = self.model
-        return bool(model._forward_hooks or model._forward_pre_hooks or "forward" in model.__dict__)
+        return bool(has_foreign_hooks(model) or "forward" in model.__dict__)
 
     def has_other_weights(self) -> bool:
         """Whether parameters were exchanged or written to."""
