@@ -61,6 +61,8 @@ Array view(nb::handle object, const char* argument, const char* expected) {
 
 // Defined in decoder.cc: packed matrices, the decoder and what it is made of.
 void bind_decoder(nb::module_& m);
+// Defined in fused.cc: norms, gated activations, rotation, products with few rows.
+void bind_fused(nb::module_& m);
 // Defined in gguf.cc: tensors of GGUF files, packed or dequantized.
 void bind_gguf(nb::module_& m);
 

@@ -168,5 +168,6 @@ NB_MODULE(_core, m) {
   m.def("argmax_rows", &argmax_rows);
   m.def("paged_attention", &attend);
   m.def("write_kv", &write_to_cache);
+  bind_fused(m);
   bind_machine_probe(m);
 }
