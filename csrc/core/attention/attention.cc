@@ -70,8 +70,18 @@ class Scratch {
 
 thread_local Scratch scratch;
 
-WorkShape work_shape(const AttentionArgs& args, const LayerCache& cache) {
+bool has_row_tiles(const Kernels& kernels, const LayerCache& cache) {
+  return kernels.attend_row_tiles_bf16 && cache.dtype == DType::kBFloat16 &&
+         attention::row_tiles_fit(cache.block_size, cache.head_dim, cache.head_dim_v);
+}
+
+int rows_limit(const LayerCache& cache) {
   const Kernels& kernels = attention::kernels(selected_isa());
+  if (has_row_tiles(kernels, cache)) return attention::kMaxTileRows;
+  return cache.dtype == DType::kFloat32 ? kernels.rows_limit_f32 : kernels.rows_limit_bf16;
+}
+
+WorkShape work_shape(const AttentionArgs& args, const LayerCache& cache) {
   return {cache.num_kv_heads,
           args.num_heads / cache.num_kv_heads,
           cache.block_size,
@@ -80,7 +90,7 @@ WorkShape work_shape(const AttentionArgs& args, const LayerCache& cache) {
           cache.head_dim_v,
           static_cast<int>(item_size(cache.dtype)),
           args.sliding_window,
-          cache.dtype == DType::kFloat32 ? kernels.rows_limit_f32 : kernels.rows_limit_bf16};
+          rows_limit(cache)};
 }
 
 void check(const AttentionArgs& args, const LayerCache& cache, const StepPlan& plan) {
@@ -116,6 +126,7 @@ class AttentionCall::Impl {
         kernels(attention::kernels(selected_isa())),
         partials(plan.partials(cache.num_kv_heads * work.num_partial_rows * (cache.head_dim_v + 2))),
         counters(plan.split_counters(static_cast<size_t>(work.num_splits) * cache.num_kv_heads)),
+        row_tiles(has_row_tiles(kernels, cache)),
         scratch_bytes(task_scratch_bytes()) {
     const int64_t out_row_bytes = static_cast<int64_t>(args.num_heads) * cache.head_dim_v * item_size(cache.dtype);
     std::memset(static_cast<char*>(args.out) + plan.num_tokens() * out_row_bytes, 0,
@@ -124,7 +135,9 @@ class AttentionCall::Impl {
 
   int64_t num_tasks() const { return static_cast<int64_t>(work.items.size()) * cache.num_kv_heads; }
   double cost_ns() const { return work.cost_per_head * cache.num_kv_heads; }
-  bool uses_tiles() const { return work.has_tiles && cache.dtype == DType::kBFloat16 && kernels.enter_tiles; }
+  bool uses_tiles() const {
+    return (work.has_tiles || row_tiles) && cache.dtype == DType::kBFloat16 && kernels.enter_tiles;
+  }
 
   void run() {
     std::byte* memory = scratch.at_least(scratch_bytes);
@@ -141,8 +154,11 @@ class AttentionCall::Impl {
   }
 
   size_t task_scratch_bytes() const {
+    const size_t workspace =
+        std::max(kernels.workspace_bytes(work.max_rows, cache.head_dim, cache.head_dim_v),
+                 row_tiles ? kernels.row_tile_workspace_bytes(cache.head_dim, cache.head_dim_v) : 0);
     return (round_up(work.max_rows, 32) * (round_up(cache.head_dim_v, attention::kColumnPadding) + 2)) * sizeof(float) +
-           128 + kernels.workspace_bytes(work.max_rows, cache.head_dim, cache.head_dim_v);
+           128 + workspace;
   }
 
   // Divide a finished row by its denominator and store it.
@@ -222,7 +238,8 @@ class AttentionCall::Impl {
     if (cache.dtype == DType::kFloat32) {
       (item.few_rows ? kernels.attend_rows_f32 : kernels.attend_tile_f32)(task);
     } else {
-      (item.few_rows ? kernels.attend_rows_bf16 : kernels.attend_tile_bf16)(task);
+      const auto few_rows = row_tiles ? kernels.attend_row_tiles_bf16 : kernels.attend_rows_bf16;
+      (item.few_rows ? few_rows : kernels.attend_tile_bf16)(task);
     }
 
     if (item.num_parts == 1) {
@@ -252,6 +269,7 @@ class AttentionCall::Impl {
   const Kernels& kernels;
   float* const partials;             // [num_kv_heads, num_partial_rows, head_dim_v + 2]: row, its max, its sum
   std::atomic<int>* const counters;  // [num_splits, num_kv_heads] parts that are done
+  const bool row_tiles;              // few rows take tiles as well
   const size_t scratch_bytes;
   alignas(64) std::atomic<int64_t> next{0};  // first task that no thread has taken
 };

@@ -12,6 +12,12 @@ namespace llmopt::attention {
 // are used often.
 inline constexpr int kMaxRows = 8;
 
+// Most rows of attend_row_tiles.
+inline constexpr int kMaxTileRows = 16;
+inline bool row_tiles_fit(int block_size, int head_dim, int head_dim_v) {
+  return block_size % 16 == 0 && head_dim % 32 == 0 && head_dim_v % 32 == 0;
+}
+
 // Rows against a range of keys, for one key head. Row r = t * group + g is query head g of the group at token t.
 // Pointers point at the first token, head and key head of the task.
 struct Task {
@@ -53,6 +59,9 @@ struct Kernels {
   void (*write_row_bf16)(const float* row, int n, float factor, void* out);
   // Bytes of workspace of attend_rows and attend_tile.
   size_t (*workspace_bytes)(int rows, int head_dim, int head_dim_v);
+  // attend_rows for up to kMaxTileRows rows in tiles, where row_tiles_fit; may be null.
+  void (*attend_row_tiles_bf16)(const Task&);
+  size_t (*row_tile_workspace_bytes)(int head_dim, int head_dim_v);
   // Around tasks with bfloat16 tiles, on each thread; may be null.
   void (*enter_tiles)();
   void (*leave_tiles)();

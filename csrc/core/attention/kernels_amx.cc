@@ -1,4 +1,5 @@
 #include "core/attention/kernels_table.h"
+#include "core/attention/row_tiles.h"
 #include "core/tiles.h"
 
 namespace llmopt::attention {
@@ -7,6 +8,8 @@ const Kernels& amx_kernels() {
   static const Kernels kernels = [] {
     Kernels made = make_kernels<PairDot, AmxCompute>();
     made.rows_limit_bf16 = 4;
+    made.attend_row_tiles_bf16 = attend_row_tiles;
+    made.row_tile_workspace_bytes = row_tile_workspace_bytes;
     made.enter_tiles = enter_tiles;
     made.leave_tiles = leave_tiles;
     return made;

@@ -37,8 +37,9 @@ struct WriteKvArgs {
   int head_dim_v;
 };
 
-// Softmax and accumulation in float32. In bfloat16 the AVX512_BF16 and AMX kernels round the probabilities of a tile
-// of queries to bfloat16 before they meet the values, as flash attention does; all other paths keep them in float32.
+// Softmax and accumulation in float32. In bfloat16 the probabilities of a tile of queries are rounded to bfloat16
+// before they meet the values, as flash attention does: by the AVX512_BF16 kernels for many queries, by the AMX kernels
+// for any number when block_size is a multiple of 16 and the head sizes are multiples of 32. Else they stay in float32.
 // Throws std::invalid_argument when sizes do not fit the cache or the plan, std::out_of_range on a bad block id.
 //
 // For callers who have threads of their own:
