@@ -13,22 +13,6 @@
 namespace llmopt {
 namespace decoder {
 
-const RowKernels& row_kernels(Isa isa) {
-  switch (isa) {
-#if defined(LLMOPT_X86)
-    case Isa::kAmx:  // tiles have nothing to add to rows
-    case Isa::kAvx512Bf16:
-      return avx512_bf16_row_kernels();
-    case Isa::kAvx512:
-      return avx512_row_kernels();
-    case Isa::kAvx2:
-      return avx2_row_kernels();
-#endif
-    default:
-      return portable_row_kernels();
-  }
-}
-
 Forward::Forward(DecoderSpec spec, std::vector<LayerCache> caches, std::shared_ptr<ThreadTeam> team)
     : spec_(std::move(spec)),
       caches_(std::move(caches)),
