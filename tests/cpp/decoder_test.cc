@@ -548,6 +548,28 @@ TEST_P(Families, BFloat16StaysNearTheReference) {
   }
 }
 
+// Rounding of the weights is in the reference; what is left is that of the activations.
+TEST(Decoder, IntegerWeightsStayNearTheReference) {
+  for (const WeightFormat format : {WeightFormat::kInt8, WeightFormat::kInt8Group, WeightFormat::kInt4Group}) {
+    for (Options options : families()) {
+      if (options.name != "llama" && options.name != "experts" && options.name != "norms_after_and_softcaps") continue;
+      options.format = format;
+      options.group_size = 32;
+      Model model(options);
+      for (const Schedule& schedule : {kWhole, kPieces}) {
+        Runner runner(model, {13, 7, 1}, 2);
+        const auto found = runner.run(schedule);
+        for (size_t r = 0; r < found.size(); ++r) {
+          const auto expected = reference(model.spec, runner.tokens[r]);
+          const double bound = options.experts ? 0.5 : 0.15;
+          EXPECT_LT(worst(found[r], expected), bound * spread(expected))
+              << options.name << ", " << name(format) << ", request " << r;
+        }
+      }
+    }
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Decoder, Families, testing::ValuesIn(families()),
                          [](const auto& info) { return info.param.name; });
 

@@ -104,7 +104,6 @@ class Forward {
   void moe(Worker& worker, const LayerSpec& layer);
   void choose_experts(const MoeSpec& moe, int64_t row);
   void group_by_expert(const MoeSpec& moe);
-  static void make_room(const PackedMatrix& matrix, int64_t rows, int64_t slots, InputSet& set);
   template <class Compute>
   void share_experts(std::atomic<int64_t>& next, int64_t num_panels, const Compute& compute);
 
@@ -141,7 +140,7 @@ class Forward {
   Array<std::byte> attended_;               // the same
   std::optional<AttentionCall> attention_;  // of the layer at hand
 
-  // Experts. A slot is a row of an expert: its rows lie together, the first at a multiple of 16.
+  // Experts. A slot is a row of an expert, whose rows lie together.
   Array<float> normed_;          // [T, hidden]
   Array<float> router_logits_;   // [T, E]
   Array<int32_t> top_experts_;   // [T, k] ascending
@@ -152,9 +151,9 @@ class Forward {
   Array<int64_t> expert_rows_;   // [E] number of rows
   std::vector<int> active_experts_;
   int64_t num_slots_ = 0;
-  InputSet expert_inputs_, expert_products_;  // [slots, ...] per form
-  Array<float> expert_mlp_;                   // [slots, width of up]
-  Array<float> expert_out_;                   // [slots, hidden]
+  std::vector<InputBuffer> expert_inputs_, expert_products_;  // [E] rows of one expert each
+  Array<float> expert_mlp_;                                   // [slots, width of up]
+  Array<float> expert_out_;                                   // [slots, hidden]
   std::atomic<int64_t> next_up_{0}, next_down_{0};
 };
 

@@ -9,53 +9,33 @@
 namespace llmopt::decoder {
 namespace {
 
-constexpr int64_t kTileRows = 16;    // rows of an expert begin at a multiple
 constexpr int64_t kTaskPanels = 16;  // panels of an expert that a thread takes at a time
-
-int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
 }  // namespace
 
 void Forward::prepare_moe() {
-  int64_t slots = 0, experts = 0, top = 0, width = 0;
+  int64_t slots = 0, experts = 0, width = 0;
   for (const LayerSpec& layer : spec_.layers) {
     const MoeSpec& moe = layer.moe;
     if (moe.experts.empty()) continue;
-    const auto num_experts = static_cast<int64_t>(moe.experts.size());
-    const int64_t chosen = num_rows_ * moe.num_top;
-    slots = std::max(slots, chosen + (kTileRows - 1) * std::min(num_experts, chosen) + kTileRows);
-    experts = std::max(experts, num_experts);
-    top = std::max<int64_t>(top, moe.num_top);
-    for (const MlpSpec& expert : moe.experts) {
-      width = std::max(width, expert.up.weight.shape.num_outputs / (expert.is_gated ? 2 : 1));
-    }
+    slots = std::max(slots, num_rows_ * moe.num_top);
+    experts = std::max(experts, static_cast<int64_t>(moe.experts.size()));
+    width = std::max(width, moe.experts[0].up.weight.shape.num_outputs / (moe.experts[0].is_gated ? 2 : 1));
     prepare_shared(moe.router.weight, num_rows_, shared_inputs_);
   }
   normed_.resize(num_rows_ * spec_.hidden_size);
   router_logits_.resize(num_rows_ * experts);
-  top_experts_.resize(num_rows_ * top);
-  top_weights_.resize(num_rows_ * top);
-  top_slots_.resize(num_rows_ * top);
+  top_experts_.resize(slots);
+  top_weights_.resize(slots);
+  top_slots_.resize(slots);
   slot_rows_.resize(slots);
   expert_begin_.resize(experts);
   expert_rows_.resize(experts);
   active_experts_.reserve(experts);
+  expert_inputs_.resize(experts);
+  expert_products_.resize(experts);
   expert_mlp_.resize(slots * width);
   expert_out_.resize(slots * spec_.hidden_size);
-  // An expert's input has the form that its number of rows asks for, which is known only later: make room for all.
-  for (const LayerSpec& layer : spec_.layers) {
-    if (layer.moe.experts.empty()) continue;
-    for (int64_t rows = 1; rows <= num_rows_; ++rows) {
-      make_room(layer.moe.experts[0].up.weight, rows, slots, expert_inputs_);
-      make_room(layer.moe.experts[0].down.weight, rows, slots, expert_products_);
-    }
-  }
-}
-
-void Forward::make_room(const PackedMatrix& matrix, int64_t rows, int64_t slots, InputSet& set) {
-  const InputForm form = input_form(matrix.shape, rows);
-  InputBuffer& buffer = set.at(form, matrix.shape.num_inputs);
-  if (buffer.rows().num_rows != slots) buffer.resize(form, slots, matrix.shape.num_inputs);
 }
 
 // Tasks of kTaskPanels panels of all experts that have tokens, in the order of the experts; free threads take the next.
@@ -103,12 +83,6 @@ void Forward::moe(Worker& worker, const LayerSpec& layer) {
   mark(worker, Phase::kRouter);
   barrier(worker);
 
-  const auto buffer = [&](InputSet& set, const MatrixShape& shape, int expert) -> InputBuffer& {
-    return set.at(input_form(shape, expert_rows_[expert]), shape.num_inputs);
-  };
-  const auto input = [&](InputSet& set, const MatrixShape& shape, int expert) {
-    return slice(buffer(set, shape, expert).rows(), expert_begin_[expert], expert_rows_[expert]);
-  };
   // f(slot, expert) for this thread's share of all rows of all experts.
   const auto for_slots = [&](const auto& f) {
     const Range mine = share(num_slots_, worker.thread, worker.size);
@@ -119,7 +93,7 @@ void Forward::moe(Worker& worker, const LayerSpec& layer) {
   };
 
   for_slots([&](int64_t slot, int expert) {
-    buffer(expert_inputs_, up_shape, expert).fill_row(slot, normed_.data() + slot_rows_[slot] * hidden);
+    expert_inputs_[expert].fill_row(slot - expert_begin_[expert], normed_.data() + slot_rows_[slot] * hidden);
   });
   mark(worker, Phase::kExperts);
   barrier(worker);
@@ -131,12 +105,12 @@ void Forward::moe(Worker& worker, const LayerSpec& layer) {
     product.bias = spec.up.bias;
     product.out = expert_mlp_.data() + expert_begin_[expert] * width;
     product.row_stride = width;
-    linear(spec.up.weight, input(expert_inputs_, up_shape, expert), product, begin, end, worker.scratch);
+    linear(spec.up.weight, expert_inputs_[expert].rows(), product, begin, end, worker.scratch);
   });
   mark(worker, Phase::kExperts);
   barrier(worker);
   for_slots([&](int64_t slot, int expert) {
-    buffer(expert_products_, down_shape, expert).fill_row(slot, expert_mlp_.data() + slot * width);
+    expert_products_[expert].fill_row(slot - expert_begin_[expert], expert_mlp_.data() + slot * width);
   });
   mark(worker, Phase::kExperts);
   barrier(worker);
@@ -146,7 +120,7 @@ void Forward::moe(Worker& worker, const LayerSpec& layer) {
     product.bias = spec.down.bias;
     product.out = expert_out_.data() + expert_begin_[expert] * hidden;
     product.row_stride = hidden;
-    linear(spec.down.weight, input(expert_products_, down_shape, expert), product, begin, end, worker.scratch);
+    linear(spec.down.weight, expert_products_[expert].rows(), product, begin, end, worker.scratch);
   });
   mark(worker, Phase::kExperts);
   barrier(worker);
@@ -203,8 +177,13 @@ void Forward::group_by_expert(const MoeSpec& moe) {
   num_slots_ = 0;
   for (int64_t expert = 0; expert < num_experts; ++expert) {
     expert_begin_[expert] = num_slots_;
-    num_slots_ += round_up(expert_rows_[expert], kTileRows);
-    if (expert_rows_[expert] > 0) active_experts_.push_back(static_cast<int>(expert));
+    const int64_t rows = expert_rows_[expert];
+    if (rows == 0) continue;
+    active_experts_.push_back(static_cast<int>(expert));
+    num_slots_ += rows;
+    const MatrixShape &up = moe.experts[expert].up.weight.shape, &down = moe.experts[expert].down.weight.shape;
+    expert_inputs_[expert].resize(input_form(up, rows), rows, up.num_inputs);
+    expert_products_[expert].resize(input_form(down, rows), rows, down.num_inputs);
     expert_rows_[expert] = 0;
   }
   for (int64_t i = 0; i < chosen; ++i) {

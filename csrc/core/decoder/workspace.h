@@ -48,17 +48,6 @@ class InputSet {
   std::deque<Entry> entries_;  // entries do not move
 };
 
-// `count` rows from row `begin` on, a multiple of 16.
-inline InputRows slice(const InputRows& rows, int64_t begin, int64_t count) {
-  InputRows part = rows;
-  const int64_t scales_per_row = rows.form == InputForm::kInt8Group ? rows.scale_stride : 1;
-  part.num_rows = count;
-  part.data += begin * rows.row_bytes;
-  if (part.scales) part.scales += begin * scales_per_row;
-  if (part.sums) part.sums += begin * scales_per_row;
-  return part;
-}
-
 // Can a kernel store its results there as they are, without fill_row?
 inline bool is_dense(InputForm form) { return form == InputForm::kFloat32 || form == InputForm::kBFloat16; }
 inline std::byte* writable(InputBuffer& buffer) { return const_cast<std::byte*>(buffer.rows().data); }
