@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from llmopt.bench.budget import Budget
 from llmopt.bench.contenders import Contender, HuggingFace, Pipeline
 from llmopt.bench.measurement import Timing, measure
-from llmopt.bench.tokens import Difference, Replay, first_difference, replay
+from llmopt.bench.quality import WINDOW, measure_quality
+from llmopt.bench.tokens import Difference, Replay, agreement, first_difference, replay
 from llmopt.bench.workloads import BenchRequest
 
 if TYPE_CHECKING:
@@ -32,8 +34,12 @@ class Verdict:
     difference: Difference | None  # from `model.generate`; in half precision near-ties may differ
     replay: Replay | None  # half precision only
     note: str = ""  # what a reader of the figures has to know
+    agreement: float = 1.0  # share of the tokens that are the reference's, place by place
+    mean_kl: float | None = None  # lossy only: divergence from the float32 model over the same ids, nats per position
 
     def __str__(self) -> str:
+        if self.mean_kl is not None:
+            return f"{100 * self.agreement:.0f} % agree, mean KL {self.mean_kl:.5f}"
         if self.replay is not None:
             return f"max gap {self.replay.max_gap:.3f}, {self.replay.num_not_best}/{self.replay.num_tokens} not best"
         if self.difference is None:
@@ -70,11 +76,7 @@ def contenders_for(
     :param plugins: plugin name to options. A plugin that requires others is built together with them.
     """
     pad_token_id = pad_id(model, tokenizer)
-    sets: dict[str, dict[str, dict[str, Any]]] = {"llmopt": {}}
-    for name in plugins:
-        sets[f"+ {name}"] = _with_required(name, plugins)
-    if len(plugins) > 1:
-        sets["+ all"] = dict(plugins)
+    sets = plugin_sets(plugins)
     contenders: list[Contender] = [HuggingFace(model, pad_token_id)]
     eos_before = model.generation_config.eos_token_id
     model.generation_config.eos_token_id = None  # every contender generates as many tokens as it is asked for
@@ -86,6 +88,16 @@ def contenders_for(
         for contender in contenders:
             contender.close()
         model.generation_config.eos_token_id = eos_before
+
+
+def plugin_sets(plugins: dict[str, dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
+    """The pipelines that are compared, by the name of their row: no plugin, each with what it requires, and all."""
+    sets: dict[str, dict[str, dict[str, Any]]] = {"llmopt": {}}
+    for name in plugins:
+        sets[f"+ {name}"] = _with_required(name, plugins)
+    if len(plugins) > 1 and all(set(chosen) != set(plugins) for chosen in sets.values()):
+        sets["+ all"] = dict(plugins)
+    return sets
 
 
 def _pipeline(
@@ -154,20 +166,43 @@ def check(
     """
     verdicts: list[Verdict] = []
     expected: list[list[int]] = []
+    replays: dict[str, Replay] = {}  # outputs that came before need no second replay: it is the slow part
     for contender in contenders:
         on_progress(contender.name)
         found = contender.generate(batch)
         expected = expected or found
         difference = first_difference(expected, found)
-        played = replay(reference, batch, found) if reference is not None else None
+        played = replays.get(str(found)) if reference is not None else None
+        if reference is not None and played is None:
+            played = replays[str(found)] = replay(reference, batch, found)
         if not verdicts or contender.promise == "lossy":
             passed = True
         elif played is not None and verdicts[0].replay is not None:
             passed = played.max_gap <= max(max_gap, 2 * verdicts[0].replay.max_gap)
         else:
             passed = difference is None
-        verdicts.append(Verdict(contender.name, contender.promise, passed, difference, played, contender.note))
+        mean_kl = _mean_kl(contenders[0], contender, reference, batch, expected)
+        same = agreement(expected, found)
+        verdicts.append(
+            Verdict(contender.name, contender.promise, passed, difference, played, contender.note, same, mean_kl)
+        )
     return verdicts
+
+
+def _mean_kl(
+    first: Contender,
+    contender: Contender,
+    reference: PreTrainedModel | None,
+    batch: Sequence[BenchRequest],
+    outputs: Sequence[Sequence[int]],
+) -> float | None:
+    """The divergence of a lossy pipeline from the float32 model, over the first row with its expected output."""
+    if contender.promise != "lossy" or not isinstance(contender, Pipeline) or contender.pipe.why_not is not None:
+        return None
+    assert isinstance(first, HuggingFace)
+    ids = [*batch[0].prompt_ids, *outputs[0]][-WINDOW:]
+    (found,) = measure_quality(reference or first.model, first.model, [contender], ids)
+    return found.mean_kl
 
 
 def compare(
@@ -179,11 +214,18 @@ def compare(
     rounds: int,
     reference: PreTrainedModel | None = None,
     max_gap: float = 0.5,
+    seconds: float | None = None,
     on_progress: Callable[[str], None] = lambda step: None,
 ) -> Result:
-    """Check, then time. ``on_progress`` is called ``len(contenders) * (rounds + 1)`` times."""
+    """Check, then time.
+
+    :param rounds: at most; fewer when ``seconds`` are over, one at least.
+    :param seconds: time for the check and the rounds; None: all rounds.
+    :param on_progress: called with the contender's name before each of its turns, the check being one.
+    """
+    budget = Budget(seconds) if seconds is not None else None
     verdicts = check(
         contenders, make_batch(_CHECK_ROUND), reference, max_gap, lambda name: on_progress(f"check {name}")
     )
-    timings = measure(contenders, make_batch, rounds, on_progress)
-    return Result(workload, dtype, rounds, verdicts, timings)
+    timings = measure(contenders, make_batch, rounds, on_progress, None if budget is None else budget.left_s)
+    return Result(workload, dtype, len(timings[0].total_s), verdicts, timings)

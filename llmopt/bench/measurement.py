@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from llmopt.bench.budget import Rounds
 from llmopt.bench.clock import ForwardClock
 
 if TYPE_CHECKING:
@@ -79,15 +81,20 @@ def measure(
     make_batch: Callable[[int], list[BenchRequest]],
     rounds: int,
     on_progress: Callable[[str], None] = lambda name: None,
+    seconds: float | None = None,
 ) -> list[Timing]:
     """Time every contender on every round's batch, A B C A B C ...
 
     :param make_batch: from a number to a batch; numbers are never used twice, so caches meet new text.
+    :param rounds: at most.
     :param on_progress: called with the contender's name before each of its turns.
+    :param seconds: no round begins that would not end in this time, except for the first; None: all rounds.
     """
     timings = [Timing(contender.name) for contender in contenders]
     clock = ForwardClock()
-    for turn in range(rounds):
+    allowed = Rounds(math.inf if seconds is None else seconds, rounds)
+    while allowed.goes_on():
+        turn = allowed.num_done - 1
         batch, first_batch = make_batch(2 * turn), make_batch(2 * turn + 1)
         first_batch = [replace(request, max_new_tokens=1) for request in first_batch]
         for contender, timing in zip(contenders, timings, strict=True):

@@ -32,14 +32,15 @@ def table(result: Result) -> Table:
             f"{timing.first_token_ms.median:.1f}",
             "1" if timing is base else f"{speedup.median:.2f} ({speedup.low:.2f}-{speedup.high:.2f})",
             f"{timing.outside_us.median:.0f}",
-            _tokens(verdict),
+            token_text(verdict),
         )
         if verdict.note:
             made.caption = f"{made.caption or ''}{timing.name} fell back to model.generate: {verdict.note}\n"
     return made
 
 
-def _tokens(verdict: Verdict) -> str:
+def token_text(verdict: Verdict) -> str:
+    """What the token check found, for a table."""
     if verdict.promise == "reference":
         return "reference" if verdict.replay is None else f"reference, {verdict}"
     if verdict.promise == "lossy":
@@ -68,6 +69,8 @@ def json_lines(result: Result, model: str, environment: dict[str, Any]) -> Itera
             "note": verdict.note,
             "tokens_ok": verdict.passed,
             "tokens_identical": verdict.difference is None,
+            "agreement": verdict.agreement,
+            "mean_kl": verdict.mean_kl,
             "replay_max_gap": None if verdict.replay is None else verdict.replay.max_gap,
             "replay_not_best": None if verdict.replay is None else verdict.replay.num_not_best,
             **environment,

@@ -54,6 +54,13 @@ def first_difference(expected: Sequence[Sequence[int]], found: Sequence[Sequence
     return None
 
 
+def agreement(expected: Sequence[Sequence[int]], found: Sequence[Sequence[int]]) -> float:
+    """Share of the places that hold the same token. After the first other one both texts go their own ways."""
+    places = sum(max(len(left), len(right)) for left, right in zip(expected, found, strict=True))
+    same = sum(a == b for left, right in zip(expected, found, strict=True) for a, b in zip(left, right, strict=False))
+    return same / places if places else 1.0
+
+
 @torch.no_grad()
 def replay(reference: PreTrainedModel, requests: Sequence[BenchRequest], outputs: Sequence[Sequence[int]]) -> Replay:
     """Feed each prompt with its output to a float32 model and measure the gaps.

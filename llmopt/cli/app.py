@@ -94,33 +94,40 @@ def bench(
     plugins: Plugins = None,
     workload: Annotated[
         list[str] | None,
-        typer.Option("--workload", "-w", help="chat, chat8, document, prefix, edit, ragged, host; repeat for more."),
+        typer.Option(
+            "--workload",
+            "-w",
+            help="decode1, decode8, decode32, prefill1024, decode4096 (all: shapes); chat, chat8, document, prefix, "
+            "edit, ragged (all: text); memory, quality, host. Repeat for more.",
+        ),
     ] = None,
     dtype: Dtype = "auto",
     device_map: DeviceMap = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds; the median is shown.")] = 5,
+    budget_s: Annotated[
+        float, typer.Option("--budget-s", min=1.0, help="About how long all may take; rounds adapt, one is always run.")
+    ] = 210.0,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds at most.")] = 5,
     quick: Annotated[bool, typer.Option("--quick", help="Small sizes and 3 rounds at most.")] = False,
     max_gap: Annotated[
         float, typer.Option(min=0.0, help="Half precision: how far a token may lie below the best, in fp32 logits.")
     ] = 0.5,
+    rivals: Annotated[
+        str | None, typer.Option("--rivals", metavar="FILE", help="JSON lines of other engines, shown as ratios.")
+    ] = None,
     json_file: Annotated[
         str | None, typer.Option("--json", metavar="FILE", help="Append JSON lines to a file; - prints them instead.")
     ] = None,
 ) -> None:
     """Compare model.generate, the plain pipeline and the pipeline with plugins, in one interleaved run."""
-    from llmopt.cli.bench import run
+    from llmopt.cli.bench import BenchOptions, run
 
-    json_path = Path(json_file) if json_file and json_file != "-" else None
     run(
         model,
         plugins or [],
         workload or [],
-        dtype=dtype,
-        device_map=device_map,
-        rounds=min(rounds, 3) if quick else rounds,
-        quick=quick,
-        max_gap=max_gap,
-        json_path=json_path,
+        BenchOptions(dtype, device_map, min(rounds, 3) if quick else rounds, budget_s, quick, max_gap),
+        rivals_path=Path(rivals) if rivals else None,
+        json_path=Path(json_file) if json_file and json_file != "-" else None,
         json_to_stdout=json_file == "-",
     )
 

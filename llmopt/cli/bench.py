@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,41 +14,74 @@ from llmopt.cli.plugin_options import parse_plugin
 from llmopt.errors import ConfigError, ModelError, PluginConflictError
 
 if TYPE_CHECKING:
-    from llmopt.bench.comparison import Result
+    from rich.table import Table
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-DEFAULT_WORKLOADS = ("chat", "chat8", "prefix", "edit", "ragged", "host")
+    from llmopt.bench.budget import Budget
+    from llmopt.bench.comparison import Result
+    from llmopt.bench.contenders import Contender
+    from llmopt.bench.rivals import Rival
+
+GROUPS = {  # short names for several workloads
+    "shapes": ("decode1", "decode8", "decode32", "prefill1024", "decode4096"),
+    "text": ("chat", "chat8", "document", "prefix", "edit", "ragged"),
+}
+DEFAULT_WORKLOADS = (*GROUPS["shapes"], "memory", "host")
+_QUICK_QUALITY_TOKENS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class BenchOptions:
+    """What the command line asks for."""
+
+    dtype: str
+    device_map: str | None
+    rounds: int  # at most
+    budget_s: float
+    quick: bool
+    max_gap: float
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """One workload, measured."""
+
+    table: Table
+    records: list[dict[str, Any]]
+    passed: bool  # every contender kept its promise about the tokens
 
 
 def run(
     model_name: str,
     plugin_texts: Sequence[str],
     workload_names: Sequence[str],
+    options: BenchOptions,
     *,
-    dtype: str,
-    device_map: str | None,
-    rounds: int,
-    quick: bool,
-    max_gap: float,
+    rivals_path: Path | None,
     json_path: Path | None,
     json_to_stdout: bool,
 ) -> None:
     """Compare on every workload; exit status 1 when a contender broke its promise about the tokens."""
     plugins = read_plugins(plugin_texts)
-    names = list(workload_names or DEFAULT_WORKLOADS)
-    _check_names(names)
+    names = _expand(workload_names)
 
+    from llmopt.bench.budget import Budget
     from llmopt.bench.environment import environment
-    from llmopt.bench.report import json_lines, table
+    from llmopt.bench.rivals import read_rivals
 
-    where = environment()
+    budget = Budget(options.budget_s)
+    rivals = read_rivals(rivals_path) if rivals_path is not None else []
+    if not workload_names and _any_lossy(plugins):
+        names.insert(len(GROUPS["shapes"]), "quality")
+    bench = _Bench(model_name, plugins, names, options, budget, environment(), rivals)
     passed = True
-    for result in _results(model_name, plugins, names, dtype, device_map, rounds, quick, max_gap):
-        passed &= result.passed
-        records = [json.dumps(record) for record in json_lines(result, model_name, where)]
+    for section in bench.sections():
+        passed &= section.passed
+        records = [json.dumps(record) for record in section.records]
         if json_to_stdout:
             print("\n".join(records), flush=True)
         else:
-            console().print(table(result))
+            console().print(section.table)
         if json_path is not None:
             with json_path.open("a", encoding="utf-8") as file:
                 file.write("\n".join(records) + "\n")
@@ -70,75 +105,235 @@ def read_plugins(texts: Sequence[str]) -> dict[str, dict[str, Any]]:
     return plugins
 
 
-def _check_names(names: Sequence[str]) -> None:
+def _expand(names: Sequence[str]) -> list[str]:
+    """The workloads that are meant, groups taken apart, each once.
+
+    :raises ConfigError: a name that is neither a workload nor a group.
+    """
+    from llmopt.bench.shapes import SHAPES
     from llmopt.bench.workloads import WORKLOADS
 
-    known = [*WORKLOADS, "host"]
-    for name in names:
-        if name not in known:
-            raise ConfigError(f"no workload is called {name!r}. Workloads: {', '.join(known)}.")
+    known = [*SHAPES, *WORKLOADS, "host", "memory", "quality"]
+    found: dict[str, None] = {}
+    for name in names or DEFAULT_WORKLOADS:
+        if name not in known and name not in GROUPS:
+            raise ConfigError(
+                f"no workload is called {name!r}. Workloads: {', '.join(known)}; groups: {', '.join(GROUPS)}."
+            )
+        found |= dict.fromkeys(GROUPS.get(name, (name,)))
+    return list(found)
 
 
-def _results(
-    model_name: str,
-    plugins: dict[str, dict[str, Any]],
-    names: Sequence[str],
-    dtype: str,
-    device_map: str | None,
-    rounds: int,
-    quick: bool,
-    max_gap: float,
-) -> Iterable[Result]:
-    from llmopt.bench.comparison import contenders_for, float32_copy
-    from llmopt.bench.workloads import WORKLOADS
+def _any_lossy(plugins: dict[str, dict[str, Any]]) -> bool:
+    from llmopt.plugin_info import info_of
+    from llmopt.plugin_search import find_plugin
 
-    ordinary = [name for name in names if name != "host"]
-    if ordinary:
-        model, tokenizer = load_model(model_name, dtype=dtype, device_map=device_map)
-        if tokenizer is None:
-            raise ModelError(f"{model_name} has no tokenizer, and the workloads are text. Use --workload host.")
+    return any(info_of(find_plugin(name)).promise == "lossy" for name in plugins)
+
+
+class _Bench:
+    """One run of the command."""
+
+    def __init__(
+        self,
+        model_name: str,
+        plugins: dict[str, dict[str, Any]],
+        names: list[str],
+        options: BenchOptions,
+        budget: Budget,
+        where: dict[str, Any],
+        rivals: list[Rival],
+    ) -> None:
+        self.model_name, self.plugins, self.options = model_name, plugins, options
+        self.names, self.budget, self.where, self.rivals = names, budget, where, rivals
+        self.num_left = len(names)
+
+    def sections(self) -> Iterator[Section]:
+        """Measure one workload after the other: those with the model, then those that need none loaded."""
+        ordinary = [name for name in self.names if name not in ("host", "memory")]
+        if ordinary:
+            yield from self._with_model(ordinary)
+        if "memory" in self.names:
+            yield self._memory()
+            self.num_left -= 1
+        if "host" in self.names:
+            yield self._host()
+
+    def _with_model(self, names: list[str]) -> Iterator[Section]:
+        from llmopt.bench.comparison import contenders_for, float32_copy
+        from llmopt.bench.shapes import SHAPES
+
+        options = self.options
+        model, tokenizer = load_model(self.model_name, dtype=options.dtype, device_map=options.device_map)
+        texts = [name for name in names if name not in SHAPES]
+        if tokenizer is None and texts:
+            raise ModelError(
+                f"{self.model_name} has no tokenizer, and {', '.join(texts)} is text. Use --workload shapes, "
+                "--workload memory or --workload host."
+            )
         context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 4096
         max_model_len = min(int(context), 8192)
         reference = float32_copy(model)
-        with contenders_for(model, tokenizer, plugins, max_model_len=max_model_len) as contenders:
-            for name in ordinary:
-                workload = WORKLOADS[name]
-                yield compare_with_progress(
-                    contenders,
-                    name,
-                    lambda number, workload=workload: workload.batch(tokenizer, number, max_model_len, quick=quick),
-                    dtype=_dtype_name(model),
-                    rounds=rounds,
-                    reference=reference,
-                    max_gap=max_gap,
-                )
-    if "host" in names:
+        with contenders_for(model, tokenizer, self.plugins, max_model_len=max_model_len) as contenders:
+            for name in names:
+                if name in SHAPES:
+                    yield self._shape(name, model, contenders, reference, max_model_len)
+                elif name == "quality":
+                    assert tokenizer is not None
+                    yield self._quality(model, tokenizer, contenders, reference, max_model_len)
+                else:
+                    assert tokenizer is not None
+                    yield self._text(name, model, tokenizer, contenders, reference, max_model_len)
+                self.num_left -= 1
+
+    def _shape(
+        self,
+        name: str,
+        model: PreTrainedModel,
+        contenders: list[Contender],
+        reference: PreTrainedModel | None,
+        max_model_len: int,
+    ) -> Section:
+        from llmopt.bench.budget import Budget
+        from llmopt.bench.comparison import check
+        from llmopt.bench.shape_report import ShapeResult, bound, costs_of, shape_lines, shape_table
+        from llmopt.bench.shapes import SHAPES, measure_shape
+        from llmopt.machine_limits import machine_limits
+
+        limits = machine_limits(model.device)
+        mine = Budget(self.budget.share_s(self.num_left))
+        shape = SHAPES[name].fitted(max_model_len, quick=self.options.quick)
+        vocab_size = int(model.config.get_text_config().vocab_size)
+        with _progress(name) as advance:
+            verdicts = check(
+                contenders, shape.check_requests(vocab_size), reference, self.options.max_gap, _prefixed(advance)
+            )
+            timings = measure_shape(
+                contenders,
+                shape,
+                vocab_size,
+                seconds=mine.left_s,
+                max_rounds=self.options.rounds,
+                on_progress=advance,
+            )
+        costs = costs_of(contenders)
+        result = ShapeResult(
+            timings[0].shape,
+            _dtype_name(model),
+            verdicts,
+            timings,
+            [cost.dtype for cost in costs],
+            [bound(cost, timings[0].shape, limits) for cost in costs],
+        )
+        records = list(shape_lines(result, self.model_name, self.where, self.rivals))
+        return Section(shape_table(result, self.rivals), records, result.passed)
+
+    def _text(
+        self,
+        name: str,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        contenders: list[Contender],
+        reference: PreTrainedModel | None,
+        max_model_len: int,
+    ) -> Section:
+        from llmopt.bench.workloads import WORKLOADS
+
+        workload, quick = WORKLOADS[name], self.options.quick
+        result = compare_with_progress(
+            contenders,
+            name,
+            lambda number: workload.batch(tokenizer, number, max_model_len, quick=quick),
+            dtype=_dtype_name(model),
+            rounds=self.options.rounds,
+            seconds=self.budget.share_s(self.num_left),
+            reference=reference,
+            max_gap=self.options.max_gap,
+        )
+        return self._compared(result)
+
+    def _host(self) -> Section:
+        from llmopt.bench.comparison import contenders_for
         from llmopt.bench.host import MAX_MODEL_LEN, host_batch, host_model
 
-        small = host_model()
-        with contenders_for(small, None, plugins, max_model_len=MAX_MODEL_LEN) as contenders:
-            yield compare_with_progress(
+        small, quick = host_model(), self.options.quick
+        with contenders_for(small, None, self.plugins, max_model_len=MAX_MODEL_LEN) as contenders:
+            result = compare_with_progress(
                 contenders,
                 "host",
                 lambda number: host_batch(number, small.config.vocab_size, quick=quick),
                 dtype=_dtype_name(small),
-                rounds=rounds,
+                rounds=self.options.rounds,
+                seconds=self.budget.share_s(self.num_left),
             )
+        return self._compared(result)
+
+    def _compared(self, result: Result) -> Section:
+        from llmopt.bench.report import json_lines, table
+
+        return Section(table(result), list(json_lines(result, self.model_name, self.where)), result.passed)
+
+    def _quality(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        contenders: list[Contender],
+        reference: PreTrainedModel | None,
+        max_model_len: int,
+    ) -> Section:
+        from llmopt.bench.quality import WINDOW, measure_quality, text_ids
+        from llmopt.bench.shape_report import quality_lines, quality_table
+
+        window = min(WINDOW, max_model_len - 1)
+        ids = text_ids(tokenizer, _QUICK_QUALITY_TOKENS if self.options.quick else None)
+        with _progress("quality") as advance:
+            found = measure_quality(reference or model, model, contenders, ids, window, advance)
+        names, dtype = [contender.name for contender in contenders], _dtype_name(model)
+        records = list(quality_lines(names, found, self.model_name, dtype, self.where))
+        return Section(quality_table(names, found, dtype), records, True)
+
+    def _memory(self) -> Section:
+        from llmopt.bench.comparison import plugin_sets
+        from llmopt.bench.memory import measure_footprint
+        from llmopt.bench.shape_report import memory_lines, memory_table
+
+        wishes: dict[str, dict[str, dict[str, Any]] | None] = {"HF generate": None, **plugin_sets(self.plugins)}
+        found = []
+        with _progress("memory") as advance:
+            for name, plugins in wishes.items():
+                advance(name)
+                found.append(
+                    measure_footprint(
+                        name,
+                        self.model_name,
+                        plugins,
+                        dtype=self.options.dtype,
+                        device_map=self.options.device_map,
+                    )
+                )
+        return Section(memory_table(found), list(memory_lines(found, self.model_name, self.where)), True)
+
+
+def _prefixed(advance: Callable[[str], None]) -> Callable[[str], None]:
+    return lambda name: advance(f"check {name}")
+
+
+@contextmanager
+def _progress(name: str) -> Iterator[Callable[[str], None]]:
+    """A line on stderr that says what is being measured."""
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console(stderr=True), transient=True) as progress:
+        task = progress.add_task(name, total=None)
+        yield lambda step: progress.update(task, description=f"{name}: {step}")
 
 
 def compare_with_progress(contenders: Any, name: str, make_batch: Any, *, rounds: int, **options: Any) -> Result:
-    """`llmopt.bench.comparison.compare` behind a progress bar on stderr."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
+    """`llmopt.bench.comparison.compare` behind a progress line on stderr."""
     from llmopt.bench.comparison import compare
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console(stderr=True), transient=True) as progress:
-        task = progress.add_task(name, total=len(contenders) * (rounds + 1))
-
-        def advance(step: str) -> None:
-            progress.update(task, advance=1, description=f"{name}: {step}")
-
+    with _progress(name) as advance:
         return compare(contenders, name, make_batch, rounds=rounds, on_progress=advance, **options)
 
 

@@ -175,6 +175,46 @@ def test_bench_of_a_model_without_tokenizer_says_what_can_be_measured(tmp_path: 
         run("bench", tmp_path, "-w", "chat")
 
 
+def test_bench_measures_shapes_quality_and_memory_and_shows_rivals(folder: Path, tmp_path: Path) -> None:
+    rival = {"engine": "other", "weights": "int8", "batch": 4, "prompt": 32, "decode_tokens_per_s": 10.0}
+    (tmp_path / "rivals.jsonl").write_text(json.dumps(rival))
+    out = tmp_path / "out.jsonl"
+    command = ("bench", folder, "--quick", "--rounds", 1, "-w", "shapes", "-w", "quality", "-p", "paged_kv")
+    text = run(*command, "--rivals", tmp_path / "rivals.jsonl", "--json", out)
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    names = ["decode1", "decode8", "decode32", "prefill1024", "decode4096", "quality"]
+    assert [record["workload"] for record in records] == [name for name in names for _ in range(3)]
+    assert [record["contender"] for record in records[:3]] == ["HF generate", "llmopt", "+ paged_kv"]
+    assert "vs other int8" in text
+    for record in records[:-3]:
+        assert record["tokens_identical"]
+        assert record["fraction_of_limit"] == pytest.approx(record["limit_ms"] / record["ms_per_step"])
+        assert min(record["mb_per_step"], record["gflop_per_step"], record["tokens_per_s"]) > 0
+        assert record["rivals"].keys() == ({"other int8"} if record["workload"] in ("decode8", "decode32") else set())
+    assert all(record["mean_kl"] < 1e-5 for record in records[-3:])
+
+
+def test_bench_needs_no_tokenizer_for_shapes(tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path)
+    records = [
+        json.loads(line)
+        for line in run("bench", tmp_path, "--quick", "--rounds", 1, "-w", "decode1", "--json", "-").splitlines()
+    ]
+    assert [record["batch"] for record in records] == [1, 1]
+
+
+def test_bench_refuses_rivals_that_it_cannot_read_before_it_loads_a_model(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--rivals"):
+        run("bench", "./no/such/folder", "--rivals", tmp_path / "none.jsonl")
+
+
+@pytest.mark.slow
+def test_bench_measures_memory_in_fresh_processes(folder: Path) -> None:
+    records = [json.loads(line) for line in run("bench", folder, "-w", "memory", "--json", "-").splitlines()]
+    assert [record["contender"] for record in records] == ["HF generate", "llmopt"]
+    assert all(record["resident_bytes"] > record["weight_bytes"] > 0 for record in records)
+
+
 @pytest.mark.slow
 def test_bench_measures_host_time() -> None:
     records = [

@@ -11,7 +11,7 @@ import llmopt
 from llmopt.batch import BestTokens
 from llmopt.errors import PluginOptionError
 from llmopt.machine_limits import machine_limits
-from llmopt.registry import make_plugin
+from llmopt.plugin_search import make_plugin
 from llmopt.roofline import ModelCost, Tally
 from llmopt.testing import assert_same_tokens, tiny_model, tiny_prompts
 from llmopt_plugins.hardware.roofline import Roofline, RooflineExecute
