@@ -3,8 +3,8 @@
 Stage: none, it configures `native` (llmopt_configure).   Promise: lossy, see `PluginInfo.loss`.
 Helps: decoding, which reads all weights for every token: fewer bytes, fewer milliseconds.   Hurts: a little accuracy;
 building takes longer.
-Source: symmetric 8-bit with per-token activations after T. Dettmers et al., "LLM.int8()", 2022; 4-bit groups after the
-formats of llama.cpp (Q4_0, Q4_1).
+Source: groups after the formats of llama.cpp (Q8_0, Q4_0, Q4_1); one scale per output and per token after T. Dettmers
+et al., "LLM.int8()", 2022.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from llmopt.config import PipelineConfig
 
 _BITS = (4, 8)
-_GROUPS = (32, 64, 128)
+_GROUPS = (0, 32, 64, 128)
 
 
 class WeightQuant:
@@ -31,22 +31,24 @@ class WeightQuant:
         summary="8-bit or 4-bit weights for the native decoder",
         requires=("native",),
         devices=("cpu",),
-        loss="not measured yet",
+        loss="mean KL to float32 per token 0.005 with 8 bits, 0.004 with 4 (SmolLM2-135M, whose weights come from a "
+        "4-bit file, on 1,280 tokens of English text)",
     )
 
     def __init__(
         self, bits: int = 8, group: int = 32, head_bits: int | None = None, minimum: bool | None = None
     ) -> None:
-        """:param bits: per weight. 8: one scale per output, activations in 8 bits per token; 4: scales per group.
-        :param group: weights that share a scale with 4 bits: 32, 64 or 128.
+        """:param bits: per weight, 8 or 4. Activations are quantized to 8 bits as they come, in groups of 32.
+        :param group: weights that share a scale: 32, 64 or 128. With 8 bits also 0, all of one output, and then one
+            scale for the activations of a token as well: a little faster and ten times the loss.
         :param head_bits: of the output head and the embeddings; None: 8.
         :param minimum: with 4 bits, whether groups have a minimum beside the scale (half a bit more per weight at group
             32); None: for the matrices where it takes away a fifth of the error.
         """
         if bits not in _BITS:
             raise ValueError(f"bits is 8 or 4, found {bits!r}")
-        if group not in _GROUPS:
-            raise ValueError(f"group is 32, 64 or 128, found {group!r}")
+        if isinstance(group, bool) or group not in _GROUPS or (group == 0 and bits == 4):
+            raise ValueError(f"group is 32, 64 or 128, or with 8 bits 0, found {group!r}")
         if head_bits is not None and head_bits not in _BITS:
             raise ValueError(f"head_bits is 8 or 4, found {head_bits!r}")
         if minimum is not None and not isinstance(minimum, bool):

@@ -18,7 +18,7 @@ from tests.plugins.kernel.native.test_families import last_logits
 
 @pytest.mark.parametrize(
     "options",
-    [{"bits": 3}, {"bits": "8"}, {"group": 16}, {"bits": 4, "group": 33}, {"head_bits": 16}, {"minimum": 1}],
+    [{"bits": 3}, {"bits": "8"}, {"group": 16}, {"bits": 4, "group": 0}, {"head_bits": 16}, {"minimum": 1}],
 )
 def test_options_are_checked(options: dict[str, Any]) -> None:
     with pytest.raises(PluginOptionError, match=next(iter(set(options) - {"bits"} or {"bits"}))):
@@ -44,11 +44,14 @@ def loss(model: Any, plugin: WeightQuant) -> tuple[float, str]:
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "gpt2", "mixtral"])
 def test_eight_bits_lose_little_and_four_bits_more(model_type: str) -> None:
     model = tiny_packed_model(model_type)
+    coarse, told = loss(model, WeightQuant(bits=8, group=0))
+    assert " int8," in told
     eight, told = loss(model, WeightQuant(bits=8))
-    assert " int8" in told
+    assert " int8_group (groups of 32)" in told
     four, told = loss(model, WeightQuant(bits=4))
     assert "int4_group (groups of 32" in told
-    assert 0 < eight < 0.05
+    assert 0 < eight < 0.03
+    assert eight < coarse < 0.05
     assert eight < four < 0.5
 
 

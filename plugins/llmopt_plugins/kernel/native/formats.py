@@ -56,9 +56,10 @@ def _choose(plan: MatrixPlan, source: WeightSource, config: KernelConfig) -> Mat
     if bits is None or plan.role == "router":
         kinds = [_DENSE[source.dense(part.name).dtype] for part in plan.parts]
         return _sized(MatrixShape("float32" if "float32" in kinds else "bfloat16", 0, 0), plan)
+    group = config.weight_group_size
     if bits == 8:
-        return _sized(MatrixShape("int8", 0, 0), plan)
-    shape = _sized(MatrixShape("int4_group", 0, 0, config.weight_group_size), plan)
+        return _sized(MatrixShape("int8_group", 0, 0, group) if group else MatrixShape("int8", 0, 0), plan)
+    shape = _sized(MatrixShape("int4_group", 0, 0, group), plan)
     minimum = config.weight_minimum
     return replace(shape, has_minimum=_minimum_is_worth_it(plan, shape, source) if minimum is None else minimum)
 
