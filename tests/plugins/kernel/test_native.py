@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -211,6 +212,54 @@ def test_a_plugin_that_reads_logits_finds_them() -> None:
         assert tokens(pipe) == plain_tokens(model)
     assert shapes
     assert {shape[1] for shape in shapes} == {512}
+
+
+class Drafter:
+    """Proposes what is known to come, with a mistake at some places."""
+
+    info = llmopt.PluginInfo(name="drafter", layer="speculation", promise="exact")
+
+    def __init__(self, known: list[list[int]]) -> None:
+        self.whole = [[*prompt, *output] for prompt, output in zip(PROMPTS, known, strict=True)]
+
+    @llmopt.hookimpl
+    def llmopt_configure(self, config: Any) -> Any:
+        return config.with_options(max_num_draft=4)
+
+    @llmopt.hookimpl
+    def llmopt_replace_propose(self) -> Any:
+        def propose(batch: Batch) -> DraftTokens:
+            drafts = np.full((batch.num_requests, 4), -1, dtype=np.int64)
+            counts = np.zeros(batch.num_requests, dtype=np.int32)
+            ready = set(batch.logits_requests)
+            for row, request in enumerate(batch.requests):
+                known = request.token_ids[: request.num_tokens].tolist()
+                whole = next((w for w in self.whole if w[: len(known)] == known), [])
+                ahead = whole[len(known) :][: min(4, max(0, request.max_len - request.num_tokens - 1))]
+                if request.lockstep is None and request in ready and ahead:
+                    if len(known) % 3 == 0:
+                        ahead[-1] = (ahead[-1] + 1) % 500
+                    drafts[row, : len(ahead)] = ahead
+                    counts[row] = len(ahead)
+            return DraftTokens(drafts, counts)
+
+        return propose
+
+
+@pytest.mark.native
+def test_rows_with_drafts_run_in_one_call_and_keep_their_tokens() -> None:
+    model = tiny_model("llama")
+    wanted = plain_tokens(model)
+    with llmopt.build(model, ["native", Drafter(wanted)], block_size=4) as pipe:
+        seen = Seen(pipe)
+        assert tokens(pipe) == wanted
+        assert set(seen.kinds) == {BestTokens}
+        with_drafts = pipe.stats()["num_steps"]
+        assert tokens(pipe, temperature=0.9, seed=3)  # sampled: drafts are wrong, and logits are asked for
+        assert Tensor in seen.kinds
+    with llmopt.build(model, ["native"], block_size=4) as pipe:
+        tokens(pipe)
+        assert with_drafts < pipe.stats()["num_steps"]
 
 
 @pytest.mark.native

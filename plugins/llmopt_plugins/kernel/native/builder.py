@@ -77,7 +77,9 @@ def make_executor(
             return str(error)
         fresh = ModelWeights(model)
         is_same = (now.matrices, now.vectors, now.layers) == (plan.matrices, plan.vectors, plan.layers)
-        if not is_same or not has_own_weights or choose_shapes(now.matrices, fresh, config.kernel) != shapes:
+        if is_same and config.kernel.weight_bits is None:  # otherwise other weights may have other forms, too
+            is_same = choose_shapes(now.matrices, fresh, config.kernel) == shapes
+        if not is_same or not has_own_weights:
             return "was changed since the pipeline was built; build again"
         fill(packed, plan.matrices, plan.vectors, fresh, num_threads)
         watch.reset()
