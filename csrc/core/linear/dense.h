@@ -155,6 +155,7 @@ void multiply_blocks(const Task& task) {
   constexpr int kGroup = kPanels < 2 ? 2 : kPanels;
   constexpr int kStride = kGroup * kPanelWidth;
   alignas(64) float sums[kRows * kStride];
+  const Finish finish = choose_finish(task.output);
   for (int64_t panel = task.panel_begin; panel < task.panel_end; panel += kGroup) {
     const int group = static_cast<int>(task.panel_end - panel < kGroup ? task.panel_end - panel : kGroup);
     for (int64_t row = 0; row < task.input.num_rows; row += kRows) {

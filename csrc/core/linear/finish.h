@@ -83,37 +83,38 @@ void finish_as(const Task& task, int64_t row, int num_rows, int64_t panel, int n
   }
 }
 
+using Finish = void (*)(const Task& task, int64_t row, int num_rows, int64_t panel, int num_panels, const float* sums,
+                        int64_t stride);
+
 template <Activation kActivation>
-void finish_activated(const Task& task, int64_t row, int num_rows, int64_t panel, int num_panels, const float* sums,
-                      int64_t stride) {
-  const LinearOutput& output = task.output;
+Finish finish_activated(const LinearOutput& output) {
   const bool is_half = output.dtype == DType::kBFloat16;
-  const auto finish =
-      output.kind == LinearOutput::Kind::kAdd ? finish_as<kActivation, float, true, false>
-      : output.kind == LinearOutput::Kind::kGated
-          ? (is_half ? finish_as<kActivation, uint16_t, false, true> : finish_as<kActivation, float, false, true>)
-          : (is_half ? finish_as<kActivation, uint16_t, false, false> : finish_as<kActivation, float, false, false>);
-  finish(task, row, num_rows, panel, num_panels, sums, stride);
+  switch (output.kind) {
+    case LinearOutput::Kind::kAdd:
+      return finish_as<kActivation, float, true, false>;
+    case LinearOutput::Kind::kGated:
+      return is_half ? finish_as<kActivation, uint16_t, false, true> : finish_as<kActivation, float, false, true>;
+    default:
+      return is_half ? finish_as<kActivation, uint16_t, false, false> : finish_as<kActivation, float, false, false>;
+  }
 }
 
-// sums[r][(p - panel) * 16 + c] holds the products of input row `row + r` with column c of panel p. For kGated, panel
-// and num_panels are even.
-inline void finish(const Task& task, int64_t row, int num_rows, int64_t panel, int num_panels, const float* sums,
-                   int64_t stride) {
-  const auto call = [&](auto function) { function(task, row, num_rows, panel, num_panels, sums, stride); };
-  switch (task.output.activation) {
-    case Activation::kNone:
-      return call(finish_activated<Activation::kNone>);
+// A function for sums[r][(p - panel) * 16 + c], the products of input row `row + r` with column c of panel p. For
+// kGated, panel and num_panels are even.
+inline Finish choose_finish(const LinearOutput& output) {
+  switch (output.activation) {
     case Activation::kSilu:
-      return call(finish_activated<Activation::kSilu>);
+      return finish_activated<Activation::kSilu>(output);
     case Activation::kGelu:
-      return call(finish_activated<Activation::kGelu>);
+      return finish_activated<Activation::kGelu>(output);
     case Activation::kGeluTanh:
-      return call(finish_activated<Activation::kGeluTanh>);
+      return finish_activated<Activation::kGeluTanh>(output);
     case Activation::kRelu:
-      return call(finish_activated<Activation::kRelu>);
+      return finish_activated<Activation::kRelu>(output);
     case Activation::kReluSquared:
-      return call(finish_activated<Activation::kReluSquared>);
+      return finish_activated<Activation::kReluSquared>(output);
+    default:
+      return finish_activated<Activation::kNone>(output);
   }
 }
 

@@ -1,12 +1,15 @@
 // bfloat16 weights with AMX tiles: 32 rows x 32 columns of sums in four tiles, two tiles of input and two of weights.
 //
-//   panels are cut into groups that stay in the second-level cache, K into chunks
+//   panels are cut into groups, K into chunks: a chunk of a group stays in the second-level cache
 //   for each group, for each chunk
 //     for each 32 rows             the chunk of these rows stays in the first-level cache
 //       for each pair of panels    sums in tiles; between chunks they wait in the scratch memory
-//         after the last chunk: finish()
 //
-// Up to 32 rows read the weights once and fetch ahead of the reading. More rows fetch the next group bit by bit.
+// The finished sums of a block are written out while the next block multiplies, a few rows per tile of k: the vector
+// units have nothing else to do then, and sums that the tile unit has just stored could not be read at once.
+//
+// Up to 32 rows read the weights once and fetch ahead of the reading. With more rows, each block fetches a bit of the
+// weights that come next, and the lines of the output that it will write.
 #pragma once
 
 #if defined(__AMX_BF16__)
@@ -19,29 +22,59 @@ namespace llmopt::matmul {
 namespace {
 
 constexpr int kTileRows = 16;
-constexpr int64_t kTileBytes = 1024;        // of weights: 32 values of k, 16 columns
-constexpr int64_t kTileInputBytes = 64;     // of an input row
-constexpr int64_t kChunkTiles = 20;         // of k: the input of 32 rows takes 40 KB
-constexpr int64_t kGroupBytes = 384 << 10;  // of a chunk of a group of panels
-constexpr int64_t kBlockRows = 1024;        // sums of so many rows wait in the scratch memory
+constexpr int64_t kTileBytes = 1024;     // of weights: 32 values of k, 16 columns
+constexpr int64_t kTileInputBytes = 64;  // of an input row
+#if !defined(KG)
+#define KG 400
+#define KC 20
+#define KB 512
+#endif
+constexpr int64_t kChunkTiles = KC;        // of k: the input of 32 rows takes 40 KB
+constexpr int64_t kGroupBytes = KG << 10;  // of a group of panels
+constexpr int64_t kMinGroupPanels = 8;     // deeper matrices are cut into chunks of K first
+constexpr int64_t kBlockRows = 512;        // then the sums of so many rows wait in the scratch memory
 
 constexpr int64_t at_least(int64_t a, int64_t b) { return a > b ? a : b; }
 constexpr int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// What is fetched during a block.
+// What a block fetches while it multiplies.
 struct Fetch {
-  int64_t ahead;           // bytes ahead of the reading in the same panels, kAhead only
-  int64_t ahead_tiles;     // from this tile of k on, that is past the end of the panels...
-  int64_t jump;            // ... and the next panels come so many bytes further
-  const std::byte* next;   // another place, and
-  int64_t lines_per_tile;  // how much of it per tile of k
+  // kAhead: so many bytes ahead of the reading. From a tile of k on, that is past the end of the panels; the next pair
+  // comes `jump` bytes further.
+  int64_t ahead = 0, ahead_tiles = 0, jump = 0;
+  // Per tile of k: lines from each of two panels that are used later.
+  const std::byte* later = nullptr;
+  int later_lines = 0;
+  // Per tile of k: rows of the output, one or two lines each.
+  const std::byte* out = nullptr;
+  int64_t out_stride = 0;  // bytes
+  int out_rows = 0, out_lines = 0;
+};
+
+// Finished sums on their way to the output.
+struct Pending {
+  Finish finish = nullptr;
+  const Task* task = nullptr;
+  int64_t row = 0, panel = 0, stride = 0;
+  int num_rows = 0, num_panels = 0;
+  const float* sums = nullptr;
+
+  void write(int count) {
+    if (num_rows == 0) return;
+    count = min(count, num_rows);
+    finish(*task, row, count, panel, num_panels, sums, stride);
+    row += count;
+    sums += count * stride;
+    num_rows -= count;
+  }
 };
 
 // (Up to) 16 * kRowTiles rows x 16 * kPanels columns: sums (+)= input x panels, `num_tiles` tiles of k.
 template <int kRowTiles, int kPanels, bool kAhead>
 LLMOPT_INLINE void multiply_tile_block(const std::byte* input, int64_t row_bytes, const std::byte* panel,
                                        int64_t panel_bytes, int64_t num_tiles, bool is_first, float* sums,
-                                       int64_t stride_bytes, Fetch fetch) {
+                                       int64_t stride_bytes, Fetch fetch, Pending& pending) {
+  const int rows_per_tile = static_cast<int>((pending.num_rows + num_tiles - 1) / num_tiles);
   asm volatile("" : : : "memory");  // the tile intrinsics do not tell the compiler which memory they touch
   float* lower = reinterpret_cast<float*>(reinterpret_cast<std::byte*>(sums) + kTileRows * stride_bytes);
   const std::byte* lower_input = input + kTileRows * row_bytes;
@@ -57,9 +90,10 @@ LLMOPT_INLINE void multiply_tile_block(const std::byte* input, int64_t row_bytes
     if constexpr (kRowTiles == 2 && kPanels == 2) _tile_loadd(3, lower + kPanelWidth, stride_bytes);
   }
   for (int64_t t = 0; t < num_tiles; ++t) {
-    _tile_loadd(6, panel, 64);
+    // Weights pass by: the hint keeps them from displacing the input, which is used again, in the first-level cache.
+    _tile_stream_loadd(6, panel, 64);
     _tile_loadd(4, input, row_bytes);
-    if constexpr (kPanels == 2) _tile_loadd(7, panel + panel_bytes, 64);
+    if constexpr (kPanels == 2) _tile_stream_loadd(7, panel + panel_bytes, 64);
     if constexpr (kRowTiles == 2) _tile_loadd(5, lower_input, row_bytes);
     _tile_dpbf16ps(0, 4, 6);
     if constexpr (kPanels == 2) _tile_dpbf16ps(1, 4, 7);
@@ -74,7 +108,15 @@ LLMOPT_INLINE void multiply_tile_block(const std::byte* input, int64_t row_bytes
         if constexpr (kPanels == 2) __builtin_prefetch(ahead + panel_bytes + line * 64, 0, 3);
       }
     }
-    for (int64_t line = 0; line < fetch.lines_per_tile; ++line, fetch.next += 64) __builtin_prefetch(fetch.next, 0, 2);
+    for (int line = 0; line < fetch.later_lines; ++line, fetch.later += 64) {
+      __builtin_prefetch(fetch.later, 0, 2);
+      __builtin_prefetch(fetch.later + panel_bytes, 0, 2);
+    }
+    for (int row = 0; row < fetch.out_rows; ++row, fetch.out += fetch.out_stride) {
+      __builtin_prefetch(fetch.out, 1, 3);
+      if (fetch.out_lines > 1) __builtin_prefetch(fetch.out + 64, 1, 3);
+    }
+    pending.write(rows_per_tile);
     panel += kTileBytes;
     input += kTileInputBytes;
     lower_input += kTileInputBytes;
@@ -89,9 +131,10 @@ LLMOPT_INLINE void multiply_tile_block(const std::byte* input, int64_t row_bytes
 template <bool kAhead>
 LLMOPT_INLINE void multiply_any_tile_block(int row_tiles, int num_panels, const std::byte* input, int64_t row_bytes,
                                            const std::byte* panel, int64_t panel_bytes, int64_t num_tiles,
-                                           bool is_first, float* sums, int64_t stride_bytes, const Fetch& fetch) {
+                                           bool is_first, float* sums, int64_t stride_bytes, const Fetch& fetch,
+                                           Pending& pending) {
   const auto call = [&](auto block) {
-    block(input, row_bytes, panel, panel_bytes, num_tiles, is_first, sums, stride_bytes, fetch);
+    block(input, row_bytes, panel, panel_bytes, num_tiles, is_first, sums, stride_bytes, fetch, pending);
   };
   if (num_panels == 2) {
     row_tiles == 2 ? call(multiply_tile_block<2, 2, kAhead>) : call(multiply_tile_block<1, 2, kAhead>);
@@ -100,65 +143,152 @@ LLMOPT_INLINE void multiply_any_tile_block(int row_tiles, int num_panels, const 
   }
 }
 
+// A pair of panels, or a last one alone, fetched `task.prefetch_bytes` ahead.
+inline Fetch fetch_ahead(const Task& task, int64_t num_tiles) {
+  Fetch fetch;
+  fetch.ahead = task.prefetch_bytes;
+  fetch.ahead_tiles = at_least(num_tiles - (task.prefetch_bytes + kTileBytes - 1) / kTileBytes, 0);
+  fetch.jump = task.panel_bytes;
+  return fetch;
+}
+
 // Up to 32 rows: bound by the reading of the weights.
 inline void multiply_tiles_once(const Task& task) {
   const auto num_rows = static_cast<int>(task.input.num_rows);
   constexpr int64_t kStride = 2 * kPanelWidth;
   alignas(64) float sums[2 * kTileRows * kStride];
   const int64_t num_tiles = task.depth / 32;
-  const int64_t ahead_tiles = num_tiles - (task.prefetch_bytes + kTileBytes - 1) / kTileBytes;
+  const Fetch fetch = fetch_ahead(task, num_tiles);
+  const Finish finish = choose_finish(task.output);
+  Pending pending;
   for (int64_t panel = task.panel_begin; panel < task.panel_end; panel += 2) {
     const int num_panels = task.panel_end - panel < 2 ? 1 : 2;
-    const Fetch fetch{task.prefetch_bytes, at_least(ahead_tiles, 0), task.panel_bytes, nullptr, 0};
     multiply_any_tile_block<true>(num_rows > kTileRows ? 2 : 1, num_panels, task.input_row(0), task.input.row_bytes,
-                                  task.panel(panel), task.panel_bytes, num_tiles, true, sums, kStride * 4, fetch);
-    finish(task, 0, num_rows, panel, num_panels, sums, kStride);
+                                  task.panel(panel), task.panel_bytes, num_tiles, true, sums, kStride * 4, fetch,
+                                  pending);
+    pending = {finish, &task, 0, panel, kStride, num_rows, num_panels, sums};
   }
+  pending.write(num_rows);
 }
 
-inline void multiply_tiles_bfloat16(const Task& task) {
-  if (task.input.num_rows <= 2 * kTileRows) return multiply_tiles_once(task);
+// How many rows are taken through how many panels and how much of K at a time.
+struct TilePlan {
+  int64_t num_tiles, chunk_tiles;  // of k
+  int64_t block_rows, group_panels;
+  bool rows_outside;   // all chunks of 32 rows, then the next rows: sums of 32 rows wait. Else all rows of a chunk
+  int64_t sum_stride;  // floats; 0: no sums wait
 
-  const int64_t num_tiles = task.depth / 32;
-  const int64_t num_chunks = (num_tiles + kChunkTiles - 1) / kChunkTiles;
-  const int64_t chunk_tiles = (num_tiles + num_chunks - 1) / num_chunks;
-  // Groups of even size, none much smaller than the others.
-  const int64_t pairs = (task.panel_end - task.panel_begin + 1) / 2;
-  const int64_t most_pairs = at_least(1, kGroupBytes / (2 * chunk_tiles * kTileBytes));
-  const int64_t num_groups = (pairs + most_pairs - 1) / most_pairs;
-  const int64_t group_panels = (pairs + num_groups - 1) / num_groups * 2;
+  explicit TilePlan(const Task& task) {
+    num_tiles = task.depth / 32;
+    const int64_t num_chunks = (num_tiles + kChunkTiles - 1) / kChunkTiles;
+    chunk_tiles = (num_tiles + num_chunks - 1) / num_chunks;
+    rows_outside = num_tiles * kTileBytes * kMinGroupPanels <= kGroupBytes;
+    block_rows = rows_outside || num_chunks == 1 ? task.input.num_rows : kBlockRows;
+    // Groups of even size, none much smaller than the others.
+    const int64_t pairs = (task.panel_end - task.panel_begin + 1) / 2;
+    const int64_t group_tiles = rows_outside ? num_tiles : chunk_tiles;
+    const int64_t most_pairs = at_least(1, kGroupBytes / (2 * group_tiles * kTileBytes));
+    const int64_t num_groups = (pairs + most_pairs - 1) / most_pairs;
+    group_panels = (pairs + num_groups - 1) / num_groups * 2;
+    // An odd number of cache lines: rows of a tile then fall into different sets of the cache.
+    sum_stride = num_chunks == 1 ? 0 : group_panels * kPanelWidth + 16;
+  }
+  int64_t waiting_rows(int64_t num_rows) const {
+    return rows_outside ? 2 * kTileRows : at_most(round_up(num_rows, 2 * kTileRows), block_rows);
+  }
+};
 
-  const int64_t stride = group_panels * kPanelWidth;  // floats
-  const int64_t waiting_rows = num_chunks > 1 ? at_most(round_up(task.input.num_rows, 2 * kTileRows), kBlockRows) : 0;
-  auto* sums = reinterpret_cast<float*>(
-      task.scratch.at_least(at_least(waiting_rows * stride, 2 * kTileRows * 2 * kPanelWidth) * sizeof(float)));
+// One chunk of 32 rows through all panels of a group.
+struct TileSweep {
+  const Task& task;
+  const TilePlan& plan;
+  int64_t row, num_rows, group, group_end, tile;
+  float* sums;             // of the first of these rows
+  const std::byte* later;  // what the panels of the group will be replaced with, at the same distances; null: nothing
+  int later_lines;
+  Finish finish;
+  Pending& pending;
 
-  for (int64_t block = 0; block < task.input.num_rows; block += kBlockRows) {
-    const int64_t block_end = at_most(block + kBlockRows, task.input.num_rows);
-    const int64_t row_steps = (block_end - block + 2 * kTileRows - 1) / (2 * kTileRows);
-    for (int64_t group = task.panel_begin; group < task.panel_end; group += group_panels) {
-      const int64_t group_end = at_most(group + group_panels, task.panel_end);
-      for (int64_t tile = 0; tile < num_tiles; tile += chunk_tiles) {
-        const int64_t tiles = at_most(chunk_tiles, num_tiles - tile);
-        const bool is_last = tile + tiles == num_tiles;
-        for (int64_t row = block; row < block_end; row += 2 * kTileRows) {
-          const auto num_rows = static_cast<int>(at_most(2 * kTileRows, block_end - row));
-          for (int64_t panel = group; panel < group_end; panel += 2) {
-            const int num_panels = group_end - panel < 2 ? 1 : 2;
-            float* waiting = num_chunks > 1 ? sums + (row - block) * stride + (panel - group) * kPanelWidth : sums;
-            const int64_t waiting_stride = num_chunks > 1 ? stride : 2 * kPanelWidth;
-            const Fetch fetch{};
-            multiply_any_tile_block<false>(num_rows > kTileRows ? 2 : 1, num_panels,
-                                           task.input_row(row) + tile * kTileInputBytes, task.input.row_bytes,
-                                           task.panel(panel) + tile * kTileBytes, task.panel_bytes, tiles, tile == 0,
-                                           waiting, waiting_stride * 4, fetch);
-            if (is_last) finish(task, row, num_rows, panel, num_panels, waiting, waiting_stride);
-          }
-        }
-      }
-      static_cast<void>(row_steps);
+  template <bool kAhead>
+  void run() const {
+    const int64_t num_tiles = at_most(plan.chunk_tiles, plan.num_tiles - tile);
+    const bool is_last = tile + num_tiles == plan.num_tiles;
+    const LinearOutput& output = task.output;
+    const auto item = static_cast<int64_t>(item_size(output.dtype));
+    const int64_t width = output.kind == LinearOutput::Kind::kGated ? kPanelWidth : 2 * kPanelWidth;
+    Fetch fetch;
+    if constexpr (kAhead) fetch = fetch_ahead(task, num_tiles);
+    fetch.out_stride = output.row_stride * item;
+    fetch.out_rows = is_last ? static_cast<int>((num_rows + num_tiles - 1) / num_tiles) : 0;
+    fetch.out_lines = static_cast<int>((width * item + 63) / 64);
+    fetch.later_lines = later ? later_lines : 0;
+    const auto* out = static_cast<const std::byte*>(output.out) + row * fetch.out_stride;
+    for (int64_t panel = group; panel < group_end; panel += 2) {
+      const int num_panels = group_end - panel < 2 ? 1 : 2;
+      float* to = sums + (plan.sum_stride ? (panel - group) * kPanelWidth : 0);
+      const int64_t stride = plan.sum_stride ? plan.sum_stride : 2 * kPanelWidth;
+      fetch.later = later + (panel - group) * task.panel_bytes;
+      fetch.out = out + panel / 2 * width * item;
+      multiply_any_tile_block<kAhead>(num_rows > kTileRows ? 2 : 1, num_panels,
+                                      task.input_row(row) + tile * kTileInputBytes, task.input.row_bytes,
+                                      task.panel(panel) + tile * kTileBytes, task.panel_bytes, num_tiles, tile == 0, to,
+                                      stride * 4, fetch, pending);
+      if (is_last) pending = {finish, &task, row, panel, stride, static_cast<int>(num_rows), num_panels, to};
     }
   }
+};
+
+inline void multiply_tiles_bfloat16(const Task& task) {
+  const int64_t num_rows = task.input.num_rows;
+  if (num_rows <= 2 * kTileRows) return multiply_tiles_once(task);
+
+  const TilePlan plan(task);
+  const int64_t sum_floats =
+      plan.sum_stride ? plan.waiting_rows(num_rows) * plan.sum_stride : 2 * kTileRows * 2 * kPanelWidth;
+  auto* sums = reinterpret_cast<float*>(task.scratch.at_least(sum_floats * sizeof(float)));
+
+  const Finish finish = choose_finish(task.output);
+  Pending pending;
+  const auto sweep = [&](int64_t block, int64_t row, int64_t group, int64_t tile) {
+    const int64_t block_end = at_most(block + plan.block_rows, num_rows);
+    const int64_t steps = (block_end - block + 2 * kTileRows - 1) / (2 * kTileRows),
+                  step = (row - block) / (2 * kTileRows);
+    const int64_t group_end = at_most(group + plan.group_panels, task.panel_end);
+    const int64_t tiles = at_most(plan.chunk_tiles, plan.num_tiles - tile);
+    // These rows' share of the panels (or of the chunk) that come next.
+    const std::byte* later = nullptr;
+    if (plan.rows_outside || tile + tiles == plan.num_tiles) {
+      if (group_end < task.panel_end) later = task.panel(group_end) + (plan.rows_outside ? tile * kTileBytes : 0);
+    } else {
+      later = task.panel(group) + (tile + tiles) * kTileBytes;
+    }
+    const int64_t lines = tiles * (kTileBytes / 64) * step / steps,
+                  end = tiles * (kTileBytes / 64) * (step + 1) / steps;
+    if (later) later += lines * 64;
+    const TileSweep run{task,   plan,
+                        row,    at_most(2 * kTileRows, block_end - row),
+                        group,  group_end,
+                        tile,   sums + (plan.rows_outside ? 0 : (row - block) * plan.sum_stride),
+                        later,  static_cast<int>((end - lines + tiles - 1) / tiles),
+                        finish, pending};
+    const bool is_unseen = block == 0 && row == 0 && group == task.panel_begin && (plan.rows_outside || tile == 0);
+    is_unseen ? run.run<true>() : run.run<false>();
+  };
+  for (int64_t block = 0; block < num_rows; block += plan.block_rows) {
+    const int64_t block_end = at_most(block + plan.block_rows, num_rows);
+    for (int64_t group = task.panel_begin; group < task.panel_end; group += plan.group_panels) {
+      if (plan.rows_outside) {
+        for (int64_t row = block; row < block_end; row += 2 * kTileRows) {
+          for (int64_t tile = 0; tile < plan.num_tiles; tile += plan.chunk_tiles) sweep(block, row, group, tile);
+        }
+      } else {
+        for (int64_t tile = 0; tile < plan.num_tiles; tile += plan.chunk_tiles) {
+          for (int64_t row = block; row < block_end; row += 2 * kTileRows) sweep(block, row, group, tile);
+        }
+      }
+    }
+  }
+  pending.write(pending.num_rows);
 }
 
 }  // namespace
