@@ -9,7 +9,7 @@
 // units have nothing else to do then, and sums that the tile unit has just stored could not be read at once.
 //
 // Up to 32 rows read the weights once and fetch ahead of the reading. With more rows, each block fetches a bit of the
-// weights that come next, and the lines of the output that it will write.
+// weights that come next.
 #pragma once
 
 #if defined(__AMX_BF16__)
@@ -45,10 +45,6 @@ struct Fetch {
   // Per tile of k: lines from each of two panels that are used later.
   const std::byte* later = nullptr;
   int later_lines = 0;
-  // Per tile of k: rows of the output, one or two lines each.
-  const std::byte* out = nullptr;
-  int64_t out_stride = 0;  // bytes
-  int out_rows = 0, out_lines = 0;
 };
 
 // Finished sums on their way to the output.
@@ -111,10 +107,6 @@ LLMOPT_INLINE void multiply_tile_block(const std::byte* input, int64_t row_bytes
     for (int line = 0; line < fetch.later_lines; ++line, fetch.later += 64) {
       __builtin_prefetch(fetch.later, 0, 2);
       __builtin_prefetch(fetch.later + panel_bytes, 0, 2);
-    }
-    for (int row = 0; row < fetch.out_rows; ++row, fetch.out += fetch.out_stride) {
-      __builtin_prefetch(fetch.out, 1, 3);
-      if (fetch.out_lines > 1) __builtin_prefetch(fetch.out + 64, 1, 3);
     }
     pending.write(rows_per_tile);
     panel += kTileBytes;
@@ -213,22 +205,14 @@ struct TileSweep {
   void run() const {
     const int64_t num_tiles = at_most(plan.chunk_tiles, plan.num_tiles - tile);
     const bool is_last = tile + num_tiles == plan.num_tiles;
-    const LinearOutput& output = task.output;
-    const auto item = static_cast<int64_t>(item_size(output.dtype));
-    const int64_t width = output.kind == LinearOutput::Kind::kGated ? kPanelWidth : 2 * kPanelWidth;
     Fetch fetch;
     if constexpr (kAhead) fetch = fetch_ahead(task, num_tiles);
-    fetch.out_stride = output.row_stride * item;
-    fetch.out_rows = is_last ? static_cast<int>((num_rows + num_tiles - 1) / num_tiles) : 0;
-    fetch.out_lines = static_cast<int>((width * item + 63) / 64);
     fetch.later_lines = later ? later_lines : 0;
-    const auto* out = static_cast<const std::byte*>(output.out) + row * fetch.out_stride;
     for (int64_t panel = group; panel < group_end; panel += 2) {
       const int num_panels = group_end - panel < 2 ? 1 : 2;
       float* to = sums + (plan.sum_stride ? (panel - group) * kPanelWidth : 0);
       const int64_t stride = plan.sum_stride ? plan.sum_stride : 2 * kPanelWidth;
       fetch.later = later + (panel - group) * task.panel_bytes;
-      fetch.out = out + panel / 2 * width * item;
       multiply_any_tile_block<kAhead>(num_rows > kTileRows ? 2 : 1, num_panels,
                                       task.input_row(row) + tile * kTileInputBytes, task.input.row_bytes,
                                       task.panel(panel) + tile * kTileBytes, task.panel_bytes, num_tiles, tile == 0, to,
