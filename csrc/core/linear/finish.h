@@ -118,5 +118,10 @@ inline Finish choose_finish(const LinearOutput& output) {
   }
 }
 
+inline void finish(const Task& task, int64_t row, int num_rows, int64_t panel, int num_panels, const float* sums,
+                   int64_t stride) {
+  choose_finish(task.output)(task, row, num_rows, panel, num_panels, sums, stride);
+}
+
 }  // namespace
 }  // namespace llmopt::matmul

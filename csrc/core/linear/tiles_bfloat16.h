@@ -22,17 +22,12 @@ namespace llmopt::matmul {
 namespace {
 
 constexpr int kTileRows = 16;
-constexpr int64_t kTileBytes = 1024;     // of weights: 32 values of k, 16 columns
-constexpr int64_t kTileInputBytes = 64;  // of an input row
-#if !defined(KG)
-#define KG 400
-#define KC 20
-#define KB 512
-#endif
-constexpr int64_t kChunkTiles = KC;        // of k: the input of 32 rows takes 40 KB
-constexpr int64_t kGroupBytes = KG << 10;  // of a group of panels
-constexpr int64_t kMinGroupPanels = 8;     // deeper matrices are cut into chunks of K first
-constexpr int64_t kBlockRows = 512;        // then the sums of so many rows wait in the scratch memory
+constexpr int64_t kTileBytes = 1024;        // of weights: 32 values of k, 16 columns
+constexpr int64_t kTileInputBytes = 64;     // of an input row
+constexpr int64_t kChunkTiles = 20;         // of k: the input of 32 rows takes 40 KB
+constexpr int64_t kGroupBytes = 400 << 10;  // of a group of panels
+constexpr int64_t kMinGroupPanels = 8;      // matrices so deep that fewer would fit are first cut into chunks of K,
+constexpr int64_t kBlockRows = 512;         // and the sums of so many rows wait in the scratch memory
 
 constexpr int64_t at_least(int64_t a, int64_t b) { return a > b ? a : b; }
 constexpr int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
