@@ -83,6 +83,7 @@ class _Builder:
             source=source,
             weights_unread=loaded.weights_unread,
         )
+        self.loaded_model, self.known_shapes = loaded.model, loaded.layer_shapes
         self.notes: list[str] = []
 
     def build(self) -> InferencePipeline:
@@ -101,7 +102,8 @@ class _Builder:
         capabilities = context.capabilities = inspect_model(context.model)
         if capabilities.why_not is None:
             try:
-                probe_layers(context.model, capabilities, weights_unread=context.weights_unread)
+                known = self.known_shapes if context.model is self.loaded_model else None
+                probe_layers(context.model, capabilities, weights_unread=context.weights_unread, known=known)
                 if config.speculation.max_num_draft and capabilities.has_states:
                     raise UnsupportedModelError("recurrent states cannot be rewound, so drafts cannot be verified")
             except UnsupportedModelError as error:

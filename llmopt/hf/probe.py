@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from llmopt.hf.capabilities import Capabilities
+    from llmopt.kv_cache import LayerShape
 
 logger = logging.getLogger("llmopt")
 
@@ -42,11 +44,18 @@ def random_ids(model: PreTrainedModel, vocab_size: int, count: int, seed: int) -
 
 
 @torch.no_grad()
-def probe_layers(model: PreTrainedModel, capabilities: Capabilities, *, weights_unread: bool = False) -> None:
+def probe_layers(
+    model: PreTrainedModel,
+    capabilities: Capabilities,
+    *,
+    weights_unread: bool = False,
+    known: Mapping[int, LayerShape] | None = None,
+) -> None:
     """Run three tokens and record what each layer stores, and whether it changes keys after the cache.
 
     :param weights_unread: run them on shapes alone, so that no weight is read. A model whose forward depends on values
         (a router that picks experts) runs with its weights all the same.
+    :param known: what each layer of a packed layout stores, from somebody who knows the model; nothing is run then.
     :raises UnsupportedModelError: the model calls attention or the cache in a way that the engine does not know.
     """
     device = input_device(model)
@@ -56,6 +65,9 @@ def probe_layers(model: PreTrainedModel, capabilities: Capabilities, *, weights_
     if capabilities.takes_position_ids:
         inputs["position_ids"] = torch.arange(3, device=device)[None]
     _check_prepared_inputs(model, EngineCache(text_config(model), _new_step(model, capabilities)), inputs)
+    if known and capabilities.layout == "packed":
+        capabilities.layer_shapes = dict(known)
+        return
     found: tuple[ProbeStep, int] | None = None
     if weights_unread:
         try:

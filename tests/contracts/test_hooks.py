@@ -281,6 +281,24 @@ def test_building_runs_no_forward_of_a_model_whose_weights_are_unread_when_execu
             assert pipe.capabilities == plain.capabilities  # as a forward with weights finds it
 
 
+def test_known_layer_shapes_take_the_place_of_the_probe(tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path)
+    model = tiny_model()
+    with llmopt.build(model) as pipe:
+        shapes = pipe.capabilities.layer_shapes
+    twice = {layer: dataclasses.replace(shape, key_dim=2 * shape.key_dim) for layer, shape in shapes.items()}
+    for known, works in ((shapes, True), (twice, False)):
+        count = Counting()
+        hook = model.register_forward_pre_hook(count)
+        load = plugin("known", "llmopt_load", lambda known=known: LoadedModel(model, layer_shapes=known))
+        with llmopt.build(tmp_path, [load], self_test=False) as pipe:
+            assert count.calls == 0
+            assert pipe.capabilities.layer_shapes == known
+        with llmopt.build(tmp_path, [load]) as pipe:  # the self-test finds out what is wrong
+            assert (pipe.why_not is None) is works
+        hook.remove()
+
+
 def test_no_hook_is_called_after_the_pipeline_is_built() -> None:
     plugins = [everything(), *(wrapping(f"wrap_{stage}", stage) for stage in STAGES)]
     with llmopt.build(MODEL, plugins, tokenizer=TOKENIZER) as pipe:

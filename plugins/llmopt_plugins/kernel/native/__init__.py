@@ -64,6 +64,7 @@ class Native:
 
     @hookimpl
     def llmopt_load(self, source: str, load_options: dict[str, Any]) -> LoadedModel | None:
+        from llmopt_plugins.kernel.native.decoder_spec import stored_shapes
         from llmopt_plugins.kernel.native.packed_store import has_candidate
 
         self._gguf = self._store = None
@@ -74,12 +75,14 @@ class Native:
 
             loaded, weights = load_gguf(Path(source), load_options)
             self._gguf = loaded.model, weights
+            loaded.layer_shapes = stored_shapes(loaded.model)
             return loaded
         if not Path(source).is_dir() or load_options.get("device_map") or not has_candidate(source, self.save):
             return None
         from llmopt.hub import load
 
-        return LoadedModel(*load(source, **load_options), weights_unread=True)  # mapped, not read
+        model, tokenizer = load(source, **load_options)  # mapped, not read
+        return LoadedModel(model, tokenizer, weights_unread=True, layer_shapes=stored_shapes(model))
 
     @hookimpl
     def llmopt_replace_execute(self, config: PipelineConfig, context: BuildContext) -> Execute | None:

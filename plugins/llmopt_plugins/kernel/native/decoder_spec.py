@@ -14,6 +14,7 @@ from torch import nn
 from transformers import activations
 from transformers.pytorch_utils import Conv1D
 
+from llmopt.kv_cache import LayerShape
 from llmopt_plugins.kernel.native.decoder_plan import (
     Activation,
     AttentionPlan,
@@ -60,6 +61,19 @@ def why_not_native(model: PreTrainedModel) -> str | None:
     except NotNativeError as error:
         return str(error)
     return None
+
+
+def stored_shapes(model: PreTrainedModel) -> dict[int, LayerShape] | None:
+    """What each layer of a model stores for a token; None for a model that is not read here."""
+    try:
+        layers = read_decoder(model).layers
+    except NotNativeError:
+        return None
+    attention = [layer.attention for layer in layers]
+    return {
+        i: LayerShape(a.num_kv_heads, a.head_dim, a.num_kv_heads, a.head_dim, model.dtype, torch.device("cpu"))
+        for i, a in enumerate(attention)
+    }
 
 
 def read_decoder(model: PreTrainedModel) -> DecoderPlan:
