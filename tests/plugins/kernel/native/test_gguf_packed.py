@@ -167,7 +167,7 @@ def test_a_saved_packed_form_of_a_file_is_used_and_stale_after_a_change(tiny_fil
 
 
 # -- real files -------------------------------------------------------------------------------------------------------
-def check_real(file: Path, count: int) -> None:
+def check_real(file: Path, count: int, max_kl: float) -> None:
     """A bound on the loss, and that rounding the inputs explains it."""
     model, tokenizer = load(file, **FLOAT32)
     assert tokenizer is not None
@@ -176,15 +176,17 @@ def check_real(file: Path, count: int) -> None:
     del model
     with llmopt.build(file, [Native()], load_options=FLOAT32, max_model_len=256) as pipe:
         found = pipeline_logits(pipe, ids, chunk=1)
-    assert mean_kl(exact, found) < 0.01
-    assert mean_kl(exact, found) < 2.0 * mean_kl(exact, rounded)
+    kl, kl_of_rounding = mean_kl(exact, found), mean_kl(exact, rounded)
+    print(f"{file.name}: mean KL {kl:.5f}, of 8-bit inputs alone {kl_of_rounding:.5f}")
+    assert kl < max_kl
+    assert kl < 2.0 * kl_of_rounding
     assert relative_error(exact, found) < 0.05
 
 
 @pytest.mark.model
 @pytest.mark.slow
 def test_smollm2_gives_the_dequantized_models_logits_within_the_bound(smollm2_file: Path) -> None:
-    check_real(smollm2_file, count=64)
+    check_real(smollm2_file, count=64, max_kl=0.01)
 
 
 @pytest.mark.model
@@ -193,7 +195,7 @@ def test_qwen_in_q4_k_and_q6_k_gives_the_dequantized_models_logits_within_the_bo
     file = cache_folder() / "models" / "qwen2.5-coder-1.5b-instruct.gguf"
     if not file.is_file():
         pytest.skip('not there; llmopt.hub.resolve("demo:1.5b.gguf") fetches it (1.1 GB)')
-    check_real(file, count=24)
+    check_real(file, count=24, max_kl=0.03)  # inputs of Qwen have outliers, the first token's above all
 
 
 MEASURE = """
