@@ -81,6 +81,19 @@ def test_packed_weights_of_another_executor_are_counted_as_they_are() -> None:
     assert stage.tally.cost.dtype == "int8"
 
 
+@pytest.mark.native
+def test_the_native_decoder_counts_its_own_packed_weights() -> None:
+    with llmopt.build(MODEL, ["native", "roofline"]) as pipe:
+        packed = pipe.registry.chains["execute"].objects[0]
+        shapes = {name: shape for name, (shape, _) in packed.packed.matrices.items()}
+        assert packed.weight_bytes == sum(s.num_bytes for name, s in shapes.items() if name != "embedding")
+        assert packed.weight_dtype == "float32"
+        assert pipe.execute.tally.cost.weight_bytes == pytest.approx(packed.weight_bytes)  # type: ignore[attr-defined]
+        pipe.batch([[5, 6, 7]], max_new_tokens=3, ignore_eos=True, progress=False)
+        assert pipe.stats()["execute.roofline"]["decode"]["num_steps"] == 2
+    assert packed.weight_bytes is None
+
+
 def test_it_hands_on_what_the_inner_stage_returns_and_offers() -> None:
     inner = Inner()
     stage = RooflineExecute(inner, Tally(ModelCost("float32", 1, 1, 1, 1, 1), machine_limits()))

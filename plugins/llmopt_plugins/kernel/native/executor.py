@@ -133,6 +133,26 @@ class NativeExecute:
         elif before != self.why_not_now:
             logger.warning("native: the model runs through transformers' forward, because it %s.", self.why_not_now)
 
+    @property
+    def weight_bytes(self) -> int | None:
+        """Bytes of the packed matrices that a step reads; of a table of embeddings it reads some rows only."""
+        return sum(self._matrix_bytes().values()) or None
+
+    @property
+    def weight_dtype(self) -> str | None:
+        """The type of most products: ``float32``, ``bfloat16``, or ``int8``, which four bits are widened to."""
+        sizes = self._matrix_bytes()
+        most = max(sizes, key=lambda name: sizes[name], default=None)
+        return most if most in (None, "float32", "bfloat16") else "int8"
+
+    def _matrix_bytes(self) -> dict[str, int]:
+        """Bytes by format; none after `close`."""
+        sizes: dict[str, int] = {}
+        for name, (shape, _) in (self.packed.matrices if self.packed is not None else {}).items():
+            if name != "embedding":
+                sizes[shape.format] = sizes.get(shape.format, 0) + shape.num_bytes
+        return sizes
+
     def stats(self) -> dict[str, int]:
         return dict(self._counts)
 
