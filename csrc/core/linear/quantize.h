@@ -29,7 +29,11 @@ LLMOPT_INLINE float inverse_step(float magnitude) { return magnitude > 1e-30f ? 
 LLMOPT_INLINE IntVec quantize(Vec v, float inverse, int8_t* to) {
   const Vec shifted = v * splat(inverse) + splat(12582912.0f);  // 1.5 * 2^23: the integer lands in the low bits
   const IntVec q = reinterpret_cast<IntVec>(words(shifted) - 0x4b400000u);
+#if defined(__AVX512F__)  // GCC 12 narrows lane by lane otherwise
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(reinterpret_cast<__m512i>(q)));
+#else
   store(to, __builtin_convertvector(q, ByteVec));
+#endif
   return q;
 }
 
