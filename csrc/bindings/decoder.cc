@@ -176,6 +176,7 @@ void bind_matrices(nb::module_& m) {
   m.def("unpack_rows", &unpack_rows, "matrix"_a, "rows"_a, "out_address"_a);
 
   nb::class_<LinearTuning>(m, "LinearTuning")
+      .def(nb::init<>())
       .def_rw("tile_rows_bf16", &LinearTuning::tile_rows_bf16)
       .def_rw("tile_rows_int8", &LinearTuning::tile_rows_int8)
       .def_rw("tile_rows_group", &LinearTuning::tile_rows_group)

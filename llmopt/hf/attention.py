@@ -12,10 +12,12 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.configuration_utils import PreTrainedConfig
 
 from llmopt.errors import ModelError
+from llmopt.hf import traced_attention
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,6 +50,9 @@ _HARMLESS = frozenset(
 
 class Step(Protocol):
     """What the attention entry asks of the step that is running on its thread."""
+
+    def update(self, key: Tensor, value: Tensor, layer_index: int) -> tuple[Tensor, Tensor]:
+        """Store keys and values, where the cache has not done so."""
 
     def attention(
         self,
@@ -108,6 +113,9 @@ def attention(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """The registered attention function; see `transformers.AttentionInterface`."""
+    if torch.compiler.is_compiling():
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return traced_attention.trace(module, query, key, value, scale, sliding_window, softcap, s_aux), None
     step = _local.step
     if step is None:
         original = _original_function(module)
@@ -145,6 +153,27 @@ def mask(*args: Any, config: Any = None, **kwargs: Any) -> Any:
     return AttentionMaskInterface()[_original_name(config)](*args, config=config, **kwargs)
 
 
+def _attend_traced(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layer: int,
+    scale: float,
+    sliding_window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Store and attend in the step of this thread, for `llmopt.hf.traced_attention`."""
+    step = _local.step
+    if step is None:
+        raise ModelError("a forward that was compiled for the engine ran outside of a step.")
+    key, value = step.update(key, value, layer)
+    return step.attention(
+        None, query, key, value, scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=sinks
+    )
+
+
+traced_attention.bind(_attend_traced)
 AttentionInterface.register(NAME, attention)
 AttentionMaskInterface.register(NAME, mask)
 

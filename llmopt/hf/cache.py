@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from transformers import DynamicCache
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ class EngineCache(DynamicCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
+        if torch.compiler.is_compiling():
+            return key_states, value_states  # the traced attention stores them
         return self.step.update(key_states, value_states, layer_idx)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

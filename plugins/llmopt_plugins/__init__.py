@@ -1,10 +1,12 @@
 """The plugins that come with llmopt, one file each, grouped by layer."""
 
 from llmopt_plugins.hardware.roofline import Roofline
+from llmopt_plugins.kernel.autotune import Autotune
 from llmopt_plugins.kernel.fused_ops import FusedOps
 from llmopt_plugins.kernel.native import Native
+from llmopt_plugins.kernel.torch_compile import TorchCompile
 from llmopt_plugins.kernel.weight_quant import WeightQuant
 from llmopt_plugins.memory.paged_kv import PagedKv
 
-BUILTIN: tuple[type, ...] = (Native, WeightQuant, FusedOps, PagedKv, Roofline)
+BUILTIN: tuple[type, ...] = (Native, WeightQuant, FusedOps, TorchCompile, Autotune, PagedKv, Roofline)
 """Every built-in plugin, top-down by layer. `plugins="auto"` keeps this order."""
