@@ -1,5 +1,7 @@
 """The plugins that come with llmopt, one file each, grouped by layer."""
 
+from llmopt_plugins.hardware.device_tuning import DeviceTuning
+from llmopt_plugins.hardware.numa_binding import NumaBinding
 from llmopt_plugins.hardware.roofline import Roofline
 from llmopt_plugins.kernel.autotune import Autotune
 from llmopt_plugins.kernel.fused_ops import FusedOps
@@ -8,5 +10,15 @@ from llmopt_plugins.kernel.torch_compile import TorchCompile
 from llmopt_plugins.kernel.weight_quant import WeightQuant
 from llmopt_plugins.memory.paged_kv import PagedKv
 
-BUILTIN: tuple[type, ...] = (Native, WeightQuant, FusedOps, TorchCompile, Autotune, PagedKv, Roofline)
+BUILTIN: tuple[type, ...] = (
+    Native,
+    WeightQuant,
+    FusedOps,
+    TorchCompile,
+    Autotune,
+    PagedKv,
+    NumaBinding,
+    DeviceTuning,
+    Roofline,
+)
 """Every built-in plugin, top-down by layer. `plugins="auto"` keeps this order."""

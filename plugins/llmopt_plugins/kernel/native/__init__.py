@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmopt import PluginInfo, hookimpl, native
 from llmopt.loaded_model import LoadedModel
+from llmopt.threads import num_native_threads
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -96,7 +97,7 @@ class Native:
         if context.source is not None and Path(context.source).exists():
             options = options_of(model.dtype, config.kernel, is_gguf=weights is not None)
             self._store = PackedStore(context.source, model.config, options, self.save)
-        num_threads = self.threads or context.machine.num_threads
+        num_threads = num_native_threads(self.threads, context.machine.num_threads)
         return make_executor(config, context, num_threads, source=weights, store=self._store)
 
     @hookimpl
