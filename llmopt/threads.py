@@ -19,8 +19,8 @@ def num_native_threads(
     """Threads for the native pool, at least 1.
 
     The first that is given: `option`, ``LLMOPT_NUM_THREADS``, the CPUs that this process may use. These are the
-    affinity mask, which contains the cpuset, and the cgroup's quota rounded down. When they are more than two, one stays
-    free for the host program. Processes that a launcher started side by side (``LOCAL_WORLD_SIZE``) share them.
+    affinity mask, which contains the cpuset, and the cgroup's quota rounded down. When they are more than two, one
+    stays free for the host program. Processes that a launcher started side by side (``LOCAL_WORLD_SIZE``) share them.
 
     :param option: what the user of a plugin asked for.
     :param num_cpus: CPUs this process may use, when somebody has counted them (`Machine.num_threads`).
