@@ -32,7 +32,10 @@ LLMOPT_INLINE Bytes high_nibbles(Bytes row) {
 }
 LLMOPT_INLINE Sums zero_sums() { return _mm512_setzero_si512(); }
 LLMOPT_INLINE Sums add(Sums a, Sums b) { return _mm512_add_epi32(a, b); }
-LLMOPT_INLINE Sums sums_of(int32_t x) { return _mm512_set1_epi32(x); }
+template <int kBits>
+LLMOPT_INLINE Sums shifted(int32_t x) {
+  return _mm512_slli_epi32(_mm512_set1_epi32(x), kBits);
+}
 
 LLMOPT_INLINE Bytes quad_of(const int8_t* x) {
   int32_t quad;
@@ -66,7 +69,6 @@ LLMOPT_INLINE Floats load_halves(const std::byte* from) {
 }
 LLMOPT_INLINE Floats product(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
 LLMOPT_INLINE Floats multiply_add(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
-LLMOPT_INLINE Floats subtract_product(Floats a, Floats b, Floats c) { return _mm512_fnmadd_ps(a, b, c); }
 LLMOPT_INLINE void store_floats(float* to, Floats a) { _mm512_storeu_ps(to, a); }
 
 #elif defined(__AVX2__)
@@ -92,7 +94,11 @@ LLMOPT_INLINE Sums zero_sums() { return {{_mm256_setzero_si256(), _mm256_setzero
 LLMOPT_INLINE Sums add(Sums a, Sums b) {
   return {{_mm256_add_epi32(a.v[0], b.v[0]), _mm256_add_epi32(a.v[1], b.v[1])}};
 }
-LLMOPT_INLINE Sums sums_of(int32_t x) { return {{_mm256_set1_epi32(x), _mm256_set1_epi32(x)}}; }
+template <int kBits>
+LLMOPT_INLINE Sums shifted(int32_t x) {
+  const __m256i half = _mm256_slli_epi32(_mm256_set1_epi32(x), kBits);
+  return {{half, half}};
+}
 
 LLMOPT_INLINE __m256i quad_of(const int8_t* x) {
   int32_t quad;
@@ -134,9 +140,6 @@ LLMOPT_INLINE Floats product(Floats a, Floats b) {
 LLMOPT_INLINE Floats multiply_add(Floats a, Floats b, Floats c) {
   return {{_mm256_fmadd_ps(a.v[0], b.v[0], c.v[0]), _mm256_fmadd_ps(a.v[1], b.v[1], c.v[1])}};
 }
-LLMOPT_INLINE Floats subtract_product(Floats a, Floats b, Floats c) {
-  return {{_mm256_fnmadd_ps(a.v[0], b.v[0], c.v[0]), _mm256_fnmadd_ps(a.v[1], b.v[1], c.v[1])}};
-}
 LLMOPT_INLINE void store_floats(float* to, Floats a) {
   _mm256_storeu_ps(to, a.v[0]);
   _mm256_storeu_ps(to + 8, a.v[1]);
@@ -154,7 +157,10 @@ LLMOPT_INLINE Bytes low_nibbles(Bytes row) { return row & 15; }
 LLMOPT_INLINE Bytes high_nibbles(Bytes row) { return row >> 4; }
 LLMOPT_INLINE Sums zero_sums() { return Sums{}; }
 LLMOPT_INLINE Sums add(Sums a, Sums b) { return a + b; }
-LLMOPT_INLINE Sums sums_of(int32_t x) { return Sums{} + x; }
+template <int kBits>
+LLMOPT_INLINE Sums shifted(int32_t x) {
+  return Sums{} + x * (1 << kBits);
+}
 
 LLMOPT_INLINE Sums dot(Sums sums, Bytes q, const int8_t* x, int zero) {
   const Sums words = reinterpret_cast<Sums>(q);
@@ -180,10 +186,16 @@ LLMOPT_INLINE Floats load_halves(const std::byte* from) {
 }
 LLMOPT_INLINE Floats product(Floats a, Floats b) { return a * b; }
 LLMOPT_INLINE Floats multiply_add(Floats a, Floats b, Floats c) { return a * b + c; }
-LLMOPT_INLINE Floats subtract_product(Floats a, Floats b, Floats c) { return c - a * b; }
 LLMOPT_INLINE void store_floats(float* to, Floats a) { store(to, a); }
 
 #endif
+
+// Minus what unsigned weights with this zero add to the dot products with x.
+template <int kZero>
+LLMOPT_INLINE Sums first_sums(const int32_t* negative_sum_of_x) {
+  if constexpr (kZero == 0) return zero_sums();
+  return shifted<kZero == integer::kZero4 ? 3 : 7>(*negative_sum_of_x);
+}
 
 }  // namespace
 }  // namespace llmopt::matmul

@@ -38,14 +38,14 @@ void* allocate(size_t bytes) {
 
 void AlignedFree::operator()(std::byte* memory) const { std::free(memory); }
 
-std::byte* LinearScratch::at_least(size_t bytes) {
-  if (bytes > size_) {
-    memory_.reset();  // first: never both at once
-    size_ = 0;
-    memory_.reset(static_cast<std::byte*>(allocate(bytes)));
-    size_ = bytes;
+std::byte* LinearScratch::at_least(size_t bytes, int which) {
+  if (bytes > size_[which]) {
+    memory_[which].reset();  // first: never both at once
+    size_[which] = 0;
+    memory_[which].reset(static_cast<std::byte*>(allocate(bytes)));
+    size_[which] = bytes;
   }
-  return memory_.get();
+  return memory_[which].get();
 }
 
 void InputBuffer::resize(InputForm form, int64_t num_rows, int64_t num_inputs) {
@@ -56,7 +56,8 @@ void InputBuffer::resize(InputForm form, int64_t num_rows, int64_t num_inputs) {
   const int64_t scale_stride = form == InputForm::kInt8Group ? padded / kInputGroup : 0;
   const int64_t num_scales = form == InputForm::kInt8Token ? num_rows : num_rows * scale_stride;
   const int64_t scale_bytes = round_up(num_scales * static_cast<int64_t>(sizeof(float)), kLine);
-  const size_t needed = rows_bytes + 4 * scale_bytes;  // scales, sums, and two half sums for each
+  // Scales, sums, negative sums, and two negative half sums for each.
+  const size_t needed = rows_bytes + 5 * scale_bytes;
   if (needed > capacity_) {
     memory_.reset();
     capacity_ = 0;
@@ -70,10 +71,13 @@ void InputBuffer::resize(InputForm form, int64_t num_rows, int64_t num_inputs) {
   rows_.data = memory_.get();
   rows_.row_bytes = row_bytes;
   rows_.scale_stride = scale_stride;
-  if (num_scales > 0) rows_.scales = reinterpret_cast<const float*>(memory_.get() + rows_bytes);
-  if (num_scales > 0) rows_.sums = reinterpret_cast<const float*>(memory_.get() + rows_bytes + scale_bytes);
+  if (num_scales == 0) return;
+  const auto part = [&](int64_t index) { return memory_.get() + rows_bytes + index * scale_bytes; };
+  rows_.scales = reinterpret_cast<const float*>(part(0));
+  rows_.negative_sums = reinterpret_cast<const int32_t*>(part(1));
   if (form == InputForm::kInt8Group) {
-    rows_.half_sums = reinterpret_cast<const float*>(memory_.get() + rows_bytes + 2 * scale_bytes);
+    rows_.sums = reinterpret_cast<const float*>(part(2));
+    rows_.negative_half_sums = reinterpret_cast<const int32_t*>(part(3));
   }
 }
 
@@ -90,12 +94,14 @@ void InputBuffer::fill_row(int64_t index, const float* values) {
       return kernels.fill_bfloat16(values, n, padded, reinterpret_cast<uint16_t*>(row));
     case InputForm::kInt8Token:
       return kernels.fill_int8_token(values, n, padded, reinterpret_cast<int8_t*>(row),
-                                     const_cast<float*>(rows_.scales) + index, const_cast<float*>(rows_.sums) + index);
+                                     const_cast<float*>(rows_.scales) + index,
+                                     const_cast<int32_t*>(rows_.negative_sums) + index);
     case InputForm::kInt8Group: {
       const int64_t at = index * rows_.scale_stride;
       return kernels.fill_int8_group(values, n, padded, reinterpret_cast<int8_t*>(row),
                                      const_cast<float*>(rows_.scales) + at, const_cast<float*>(rows_.sums) + at,
-                                     const_cast<float*>(rows_.half_sums) + 2 * at);
+                                     const_cast<int32_t*>(rows_.negative_sums) + at,
+                                     const_cast<int32_t*>(rows_.negative_half_sums) + 2 * at);
     }
   }
 }

@@ -6,11 +6,6 @@
 namespace llmopt::matmul {
 namespace {
 
-// What the unsigned weights add to the dot products of a row.
-LLMOPT_INLINE int32_t zero_part(const Task& task, int64_t row, int zero) {
-  return zero * static_cast<int32_t>(task.input.sums[row]);
-}
-
 struct Int8Columns {
   template <int kRows>
   static void multiply(const Task& task, const std::byte* panel, int64_t row, int64_t ahead, float* out,
@@ -43,7 +38,7 @@ struct Int8Columns {
       Sums sum = sums[0][r];
 #pragma GCC unroll 4
       for (int s = 1; s < kSplit; ++s) sum = add(sum, sums[s][r]);
-      sum = add(sum, sums_of(-zero_part(task, row + r, kByteZero)));
+      sum = add(sum, first_sums<kByteZero>(task.input.negative_sums + row + r));
       const Floats scale = product(scales, floats_of(task.input.scales[row + r]));
       store_floats(out + r * stride, product(to_floats(sum), scale));
     }
@@ -107,7 +102,7 @@ void multiply_int8_tiles(const Task& task) {
       multiply_tiles(task.input_row(row), row_bytes, left, right, depth, rows > 16, row == 0 ? 2 * task.panel_bytes : 0,
                      dots);
       for (int r = 0; r < rows; ++r) {
-        const Sums zero = sums_of(-zero_part(task, row + r, integer::kZero8));
+        const Sums zero = first_sums<integer::kZero8>(task.input.negative_sums + row + r);
         const Floats scale = floats_of(task.input.scales[row + r]);
         for (int p = 0; p < group; ++p) {
           int32_t* at = dots + r * kStride + p * kPanelWidth;

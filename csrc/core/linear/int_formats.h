@@ -3,6 +3,7 @@
 
 #include "core/linear/int8.h"
 #include "core/linear/int_groups.h"
+#include "core/linear/int_tiles.h"
 #include "core/linear/quantize.h"
 
 namespace llmopt::matmul {
@@ -16,6 +17,7 @@ void add_int_kernels(Kernels& kernels) {
   kernels.fill_int8_group = fill_int8_group;
 #if defined(__AMX_INT8__)
   kernels.int8_tiles = multiply_int8_tiles;
+  kernels.group_tiles = multiply_group_tiles;
 #endif
 }
 

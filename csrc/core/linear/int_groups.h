@@ -1,6 +1,8 @@
 // kInt8Group and kInt4Group with few rows: integers within 32 values of k, float32 across. Only for kernel sources.
 //
-//   y += w_scale * (x_scale * (dot(q, x) - zero * sum(x))) [+ minimum * x_scale * sum(x)]
+//   y += w_scale * (x_scale * dot(q - zero, x)) [+ minimum * x_scale * sum(x)]
+//
+// int_tiles.h does the same operations in the same order, so the number of rows does not change a bit of the results.
 #pragma once
 
 #include "core/linear/int_rows.h"
@@ -33,15 +35,14 @@ struct NibbleValues {
   }
 };
 
-// kInputs values of k (16 or 32) that share a scale of x: part = x_scale * (dot - zero * sum). Added to `part` unless
-// it is the first.
+// kInputs values of k (16 or 32) that share a scale of x: part = x_scale * dot, added to `part` unless it is the first.
 template <class Values, int kInputs, int kZero, bool kFirst, int kRows>
 LLMOPT_INLINE void add_part(const std::byte* values, int64_t ahead, const int8_t* x, int64_t row_bytes,
-                            const float* x_scales, int64_t scale_stride, const float* x_sums, int64_t sum_stride,
+                            const float* x_scales, int64_t scale_stride, const int32_t* x_negative, int64_t sum_stride,
                             Floats (&part)[kRows]) {
   Sums sums[kRows];
 #pragma GCC unroll 8
-  for (int r = 0; r < kRows; ++r) sums[r] = zero_sums();
+  for (int r = 0; r < kRows; ++r) sums[r] = first_sums<kZero>(x_negative + r * sum_stride);
 #pragma GCC unroll 8
   for (int k = 0; k < kInputs; k += Values::kRowInputs) {
     const std::byte* row = values + k / Values::kRowInputs * 64;
@@ -52,9 +53,6 @@ LLMOPT_INLINE void add_part(const std::byte* values, int64_t ahead, const int8_t
   for (int r = 0; r < kRows; ++r) {
     const Floats scale = floats_of(x_scales[r * scale_stride]), dot = to_floats(sums[r]);
     part[r] = kFirst ? product(dot, scale) : multiply_add(dot, scale, part[r]);
-    if constexpr (kZero != 0) {
-      part[r] = subtract_product(floats_of(static_cast<float>(kZero)), floats_of(x_sums[r * sum_stride]), part[r]);
-    }
   }
 }
 
@@ -70,7 +68,9 @@ void multiply_groups(const Task& task, const std::byte* panel, int64_t row, int6
   const int64_t sum_stride = kInputs == 16 ? 2 * scale_stride : scale_stride;
   const int8_t* x = int8_row(task, row);
   const float* x_scales = task.input.scales + row * scale_stride;
-  const float* x_sums = (kInputs == 16 ? task.input.half_sums : task.input.sums) + row * sum_stride;
+  const float* x_sums = task.input.sums + row * scale_stride;
+  const int32_t* x_negative =
+      (kInputs == 16 ? task.input.negative_half_sums : task.input.negative_sums) + row * sum_stride;
   Floats y[kRows];
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) y[r] = zero_floats();
@@ -78,12 +78,12 @@ void multiply_groups(const Task& task, const std::byte* panel, int64_t row, int6
   const auto add_group = [&](const std::byte* values, const std::byte* scales,
                              int in_chunk) __attribute__((always_inline)) {
     Floats part[kRows];
-    add_part<Values, kInputs, kZero, true>(values, ahead, x, row_bytes, x_scales, scale_stride, x_sums, sum_stride,
+    add_part<Values, kInputs, kZero, true>(values, ahead, x, row_bytes, x_scales, scale_stride, x_negative, sum_stride,
                                            part);
 #pragma GCC unroll 4
     for (int i = 1; i < kParts; ++i) {
       add_part<Values, kInputs, kZero, false>(values + i * (kValueBytes / kParts), ahead, x + i * kInputs, row_bytes,
-                                              x_scales + i, scale_stride, x_sums + i, sum_stride, part);
+                                              x_scales + i, scale_stride, x_negative + i, sum_stride, part);
     }
     const Floats scale = load_halves(scales);
 #pragma GCC unroll 8
@@ -94,14 +94,15 @@ void multiply_groups(const Task& task, const std::byte* panel, int64_t row, int6
       for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
         for (int i = 0; i < kParts; ++i) {
-          y[r] = multiply_add(minimum, floats_of(x_sums[r * sum_stride + i]), y[r]);
+          y[r] = multiply_add(minimum, floats_of(x_sums[r * scale_stride + i]), y[r]);
         }
       }
     }
     x += kGroup;
     // Two groups of 16 have one scale of x.
     x_scales += kInputs == 16 ? in_chunk : kParts;
-    x_sums += kParts;
+    x_negative += kParts;
+    if constexpr (kMinimum) x_sums += kParts;
   };
 
   int64_t left = task.depth / kGroup;

@@ -41,14 +41,15 @@ struct Kernels {
   Multiply int8_tiles = nullptr;
   Multiply int8_group = nullptr;  // kInt8Group weights, input kInt8Group
   Multiply int4_group = nullptr;
-  Multiply group_tiles = nullptr;  // both grouped formats unpacked to bfloat16 first, input bf16_form
+  Multiply group_tiles = nullptr;     // both grouped formats, input kInt8Group
+  Multiply group_unpacked = nullptr;  // both unpacked to bfloat16 first, input bf16_form
 
   // One input row: n values, then zeros up to `padded` (a multiple of 128) values.
   void (*fill_bfloat16)(const float* values, int64_t n, int64_t padded, uint16_t* row) = nullptr;
   void (*fill_int8_token)(const float* values, int64_t n, int64_t padded, int8_t* row, float* scale,
-                          float* sum) = nullptr;
+                          int32_t* negative_sum) = nullptr;
   void (*fill_int8_group)(const float* values, int64_t n, int64_t padded, int8_t* row, float* scales, float* sums,
-                          float* half_sums) = nullptr;
+                          int32_t* negative_sums, int32_t* negative_half_sums) = nullptr;
 
   // Around tile kernels, on each thread; may be null.
   void (*enter_tiles)() = nullptr;

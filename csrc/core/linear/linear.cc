@@ -35,7 +35,12 @@ const Kernels& selected() {
 }
 
 bool unpacks_groups(int64_t num_rows) {
-  return selected().group_tiles != nullptr && num_rows >= linear_tuning().tile_rows_group;
+  return selected().group_unpacked != nullptr && num_rows >= linear_tuning().unpack_rows;
+}
+
+Multiply choose_grouped(int64_t num_rows, Multiply few_rows) {
+  if (unpacks_groups(num_rows)) return selected().group_unpacked;
+  return selected().group_tiles && num_rows >= linear_tuning().tile_rows_group ? selected().group_tiles : few_rows;
 }
 
 // The kernel of a format for so many rows; null when this build has none.
@@ -50,9 +55,9 @@ Multiply choose(WeightFormat format, int64_t num_rows) {
     case WeightFormat::kInt8:
       return kernels.int8_tiles && num_rows >= tuning.tile_rows_int8 ? kernels.int8_tiles : kernels.int8;
     case WeightFormat::kInt8Group:
-      return unpacks_groups(num_rows) ? kernels.group_tiles : kernels.int8_group;
+      return choose_grouped(num_rows, kernels.int8_group);
     case WeightFormat::kInt4Group:
-      return unpacks_groups(num_rows) ? kernels.group_tiles : kernels.int4_group;
+      return choose_grouped(num_rows, kernels.int4_group);
   }
   return nullptr;
 }

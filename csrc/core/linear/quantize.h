@@ -47,8 +47,8 @@ LLMOPT_INLINE int32_t sum_lanes(IntVec v) {
 #endif
 }
 
-// One scale for the row. sum: of the int8 values, exact up to 2^24.
-void fill_int8_token(const float* values, int64_t n, int64_t padded, int8_t* row, float* scale, float* sum) {
+// One scale for the row.
+void fill_int8_token(const float* values, int64_t n, int64_t padded, int8_t* row, float* scale, int32_t* negative_sum) {
   const int64_t whole = n / kLanes * kLanes;
   const int rest = static_cast<int>(n - whole);
   Magnitude magnitude;
@@ -64,12 +64,12 @@ void fill_int8_token(const float* values, int64_t n, int64_t padded, int8_t* row
   }
   std::memset(row + k, 0, padded - k);
   *scale = max * (1.0f / 127.0f);
-  *sum = static_cast<float>(sum_lanes(total));
+  *negative_sum = -sum_lanes(total);
 }
 
-// One scale for each 32 values; sums: scale * sum of the group's int8 values; half_sums: the same of each 16.
+// One scale for each 32 values; sums: scale * sum of the group's int8 values.
 void fill_int8_group(const float* values, int64_t n, int64_t padded, int8_t* row, float* scales, float* sums,
-                     float* half_sums) {
+                     int32_t* negative_sums, int32_t* negative_half_sums) {
   constexpr int kVecs = integer::kInputGroup / kLanes;
   for (int64_t begin = 0, g = 0; begin < padded; begin += integer::kInputGroup, ++g) {
     Vec v[kVecs];
@@ -89,8 +89,9 @@ void fill_int8_group(const float* values, int64_t n, int64_t padded, int8_t* row
     const int32_t first = sum_lanes(half[0]), second = sum_lanes(half[1]);
     scales[g] = scale;
     sums[g] = scale * static_cast<float>(first + second);
-    half_sums[2 * g] = scale * static_cast<float>(first);
-    half_sums[2 * g + 1] = scale * static_cast<float>(second);
+    negative_sums[g] = -(first + second);
+    negative_half_sums[2 * g] = -first;
+    negative_half_sums[2 * g + 1] = -second;
   }
 }
 

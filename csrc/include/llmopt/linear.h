@@ -31,10 +31,11 @@ struct InputRows {
   const std::byte* data = nullptr;  // 64-byte aligned
   int64_t row_bytes = 0;
   const float* scales = nullptr;  // kInt8Token: [num_rows]; kInt8Group: [num_rows, scale_stride]
-  // kInt8Token: sum of the row's int8 values, [num_rows]; kInt8Group: scale * sum of the group's, [num_rows,
+  const float* sums = nullptr;    // kInt8Group: scale * sum of the group's int8 values, [num_rows, scale_stride]
+  // Minus the sum of int8 values. kInt8Token: of the row, [num_rows]; kInt8Group: of the group, [num_rows,
   // scale_stride]
-  const float* sums = nullptr;
-  const float* half_sums = nullptr;  // kInt8Group: scale * sum of each 16 values, [num_rows, 2 * scale_stride]
+  const int32_t* negative_sums = nullptr;
+  const int32_t* negative_half_sums = nullptr;  // kInt8Group: the same of each 16, [num_rows, 2 * scale_stride]
   int64_t scale_stride = 0;
 };
 
@@ -79,11 +80,12 @@ struct LinearOutput {
 // Memory of one thread for linear(), kept between calls.
 class LinearScratch {
  public:
-  std::byte* at_least(size_t bytes);  // 64-byte aligned
+  // 64-byte aligned. There are two memories; asking for more of one leaves the other in place.
+  std::byte* at_least(size_t bytes, int which = 0);
 
  private:
-  std::unique_ptr<std::byte, AlignedFree> memory_;
-  size_t size_ = 0;
+  std::unique_ptr<std::byte, AlignedFree> memory_[2];
+  size_t size_[2] = {};
 };
 
 // Compute the panels [panel_begin, panel_end) of all rows. For kGated both bounds are even. What a row gets does not
@@ -112,7 +114,8 @@ class TileScope {
 struct LinearTuning {
   int tile_rows_bf16 = 5;     // from so many rows on: AMX tiles instead of dot products
   int tile_rows_int8 = 5;     //
-  int tile_rows_group = 8;    // grouped formats: unpack to bfloat16 and use its tiles
+  int tile_rows_group = 6;    //
+  int unpack_rows = 80;       // grouped formats: unpack to bfloat16 and use its tiles
   int prefetch_bytes = 4096;  // how far ahead of the reading a panel is fetched
 };
 LinearTuning& linear_tuning();
