@@ -4,6 +4,7 @@
 #include "core/linear/int8.h"
 #include "core/linear/int_groups.h"
 #include "core/linear/int_tiles.h"
+#include "core/linear/int_unpack.h"
 #include "core/linear/quantize.h"
 
 namespace llmopt::matmul {
@@ -18,6 +19,7 @@ void add_int_kernels(Kernels& kernels) {
 #if defined(__AMX_INT8__)
   kernels.int8_tiles = multiply_int8_tiles;
   kernels.group_tiles = multiply_group_tiles;
+  kernels.group_unpacked = multiply_unpacked;
 #endif
 }
 

@@ -56,8 +56,9 @@ void unpack_panel(const MatrixShape& shape, const std::byte* panel, std::byte* t
 // The second memory of the scratch holds the unpacked panels; the kernel of bfloat16 tiles may need the first.
 constexpr int64_t kUnpackedBytes = 1 << 20;
 
-template <Multiply kTiles>
-void multiply_unpacked(const Task& task) {
+inline void multiply_unpacked(const Task& task) {
+  const Kernels& dense = kernels(selected_isa());
+  const Multiply multiply = dense.bfloat16_tiles ? dense.bfloat16_tiles : dense.bfloat16;
   MatrixShape shape = task.shape;
   shape.format = WeightFormat::kBFloat16;
   shape.group_size = 0;
@@ -69,7 +70,7 @@ void multiply_unpacked(const Task& task) {
   for (int64_t panel = task.panel_begin; panel < task.panel_end; panel += group) {
     const int64_t end = panel + group < task.panel_end ? panel + group : task.panel_end;
     for (int64_t p = panel; p < end; ++p) unpack(task.shape, task.panel(p), unpacked + (p - panel) * bytes);
-    kTiles({shape, unpacked, bytes, task.depth, task.input, task.output, panel, end, 0, task.scratch, panel});
+    multiply({shape, unpacked, bytes, task.depth, task.input, task.output, panel, end, 0, task.scratch, panel});
   }
 }
 

@@ -38,26 +38,26 @@ bool unpacks_groups(int64_t num_rows) {
   return selected().group_unpacked != nullptr && num_rows >= linear_tuning().unpack_rows;
 }
 
-Multiply choose_grouped(int64_t num_rows, Multiply few_rows) {
-  if (unpacks_groups(num_rows)) return selected().group_unpacked;
-  return selected().group_tiles && num_rows >= linear_tuning().tile_rows_group ? selected().group_tiles : few_rows;
-}
-
-// The kernel of a format for so many rows; null when this build has none.
-Multiply choose(WeightFormat format, int64_t num_rows) {
+// The kernel for so many rows of this form; null when this build has none.
+Multiply choose(WeightFormat format, InputForm form, int64_t num_rows) {
   const Kernels& kernels = selected();
   const LinearTuning& tuning = linear_tuning();
+  const auto from = [&](Multiply tiles, int tile_rows, Multiply few_rows) {
+    return tiles && num_rows >= tile_rows ? tiles : few_rows;
+  };
   switch (format) {
     case WeightFormat::kFloat32:
       return kernels.float32;
     case WeightFormat::kBFloat16:
-      return kernels.bfloat16_tiles && num_rows >= tuning.tile_rows_bf16 ? kernels.bfloat16_tiles : kernels.bfloat16;
+      return from(kernels.bfloat16_tiles, tuning.tile_rows_bf16, kernels.bfloat16);
     case WeightFormat::kInt8:
-      return kernels.int8_tiles && num_rows >= tuning.tile_rows_int8 ? kernels.int8_tiles : kernels.int8;
+      return from(kernels.int8_tiles, tuning.tile_rows_int8, kernels.int8);
     case WeightFormat::kInt8Group:
-      return choose_grouped(num_rows, kernels.int8_group);
+      return form != InputForm::kInt8Group ? kernels.group_unpacked
+                                           : from(kernels.group_tiles, tuning.tile_rows_group, kernels.int8_group);
     case WeightFormat::kInt4Group:
-      return choose_grouped(num_rows, kernels.int4_group);
+      return form != InputForm::kInt8Group ? kernels.group_unpacked
+                                           : from(kernels.group_tiles, tuning.tile_rows_group, kernels.int4_group);
   }
   return nullptr;
 }
@@ -71,10 +71,6 @@ LinearTuning& linear_tuning() {
 }
 
 InputForm input_form(const MatrixShape& shape, int64_t num_rows) {
-  if (matmul::choose(shape.format, num_rows) == nullptr) {
-    throw std::invalid_argument(std::string("no kernel of this build multiplies with ") + name(shape.format) +
-                                " weights.");
-  }
   switch (shape.format) {
     case WeightFormat::kFloat32:
       return InputForm::kFloat32;
@@ -90,14 +86,16 @@ InputForm input_form(const MatrixShape& shape, int64_t num_rows) {
 void linear(const PackedMatrix& matrix, const InputRows& input, const LinearOutput& output, int64_t panel_begin,
             int64_t panel_end, LinearScratch& scratch) {
   const MatrixShape& shape = matrix.shape;
-  assert(input.form == input_form(shape, input.num_rows) && input.num_inputs == shape.num_inputs);
+  assert(input.num_inputs == shape.num_inputs);
   assert(0 <= panel_begin && panel_end <= shape.num_panels());
   if (panel_begin >= panel_end || input.num_rows == 0) return;
   const int64_t bytes = panel_bytes(shape);
   const int64_t ahead = std::min<int64_t>(linear_tuning().prefetch_bytes, bytes) / 64 * 64;
   const matmul::Task task{shape,     matrix.data, bytes,  padded_inputs(shape), input, output, panel_begin,
                           panel_end, ahead,       scratch};
-  matmul::choose(shape.format, input.num_rows)(task);
+  const matmul::Multiply multiply = matmul::choose(shape.format, input.form, input.num_rows);
+  assert(multiply != nullptr);
+  multiply(task);
 }
 
 void prefetch_panels(const PackedMatrix& matrix, int64_t panel_begin, int64_t panel_end) {
