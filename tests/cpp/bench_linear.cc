@@ -2,8 +2,9 @@
 // matrices, bytes of weights read per second, floating-point operations per second, and both as fractions of what a
 // plain read loop over the same memory and a loop of multiplications in registers reach in the same run.
 //
-//   bench_linear [rows=1,4,8,32,1024] [threads=1,2] [format=bfloat16|float32] [model=smollm2|qwen|NxK,...]
-//                [ms=200] [prefetch=4096] [tile_rows=5]   the last two replace values of linear_tuning()
+//   bench_linear [rows=1,4,8,32,1024] [threads=1,2] [format=bfloat16|float32|int8|int8_group:32|int4:32|int4m:32,...]
+//                [model=smollm2|qwen|NxK,...]  (the number after ':' is the group size, m: with minimums)
+//                [ms=200] [prefetch=4096] [tile_rows=5]   the last two replace those of linear_tuning()
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -212,7 +213,26 @@ Model named_model(const std::string& name) {
                      {layer});
 }
 
-void run(const std::string& name, WeightFormat format, const std::vector<int>& all_rows,
+// Format, group size and minimums; the sizes of the matrix are left open.
+MatrixShape named_format(const std::string& name) {
+  const size_t colon = std::min(name.find(':'), name.size());
+  const std::string base = name.substr(0, colon);
+  MatrixShape shape;
+  if (colon < name.size()) shape.group_size = std::atoi(name.c_str() + colon + 1);
+  shape.has_minimum = base == "int4m";
+  const std::map<std::string, WeightFormat> formats = {
+      {"float32", WeightFormat::kFloat32}, {"bfloat16", WeightFormat::kBFloat16},
+      {"int8", WeightFormat::kInt8},       {"int8_group", WeightFormat::kInt8Group},
+      {"int4", WeightFormat::kInt4Group},  {"int4m", WeightFormat::kInt4Group}};
+  if (!formats.count(base)) {
+    std::fprintf(stderr, "format '%s' is not known\n", name.c_str());
+    std::exit(1);
+  }
+  shape.format = formats.at(base);
+  return shape;
+}
+
+void run(const std::string& name, const std::string& format, const std::vector<int>& all_rows,
          const std::vector<int>& all_threads, int milliseconds) {
   const Model model = named_model(name);
   std::vector<PackedMatrix> matrices;
@@ -221,7 +241,9 @@ void run(const std::string& name, WeightFormat format, const std::vector<int>& a
   int64_t widest = 0, deepest = 0;
   for (const Layer& layer : model.layers) {
     PackedMatrix matrix;
-    matrix.shape = {format, layer.num_outputs, layer.num_inputs};
+    matrix.shape = named_format(format);
+    matrix.shape.num_outputs = layer.num_outputs;
+    matrix.shape.num_inputs = layer.num_inputs;
     bytes += packed_bytes(matrix.shape);
     operations += 2.0 * layer.num_outputs * layer.num_inputs;
     widest = std::max(widest, layer.num_outputs);
@@ -230,7 +252,7 @@ void run(const std::string& name, WeightFormat format, const std::vector<int>& a
   }
   const Memory memory(bytes);
   auto* halves = reinterpret_cast<uint16_t*>(memory.data);
-  for (size_t i = 0; i < memory.size / 2; ++i) {  // near 1/32, either sign, in both formats
+  for (size_t i = 0; i < memory.size / 2; ++i) {  // near 1/32, either sign; as float16 near 1
     halves[i] = static_cast<uint16_t>(0x3c80 | (i * 2654435761u >> 20 & 0x807f));
   }
   const std::byte* next = memory.data;
@@ -241,15 +263,14 @@ void run(const std::string& name, WeightFormat format, const std::vector<int>& a
 
   for (int num_threads : all_threads) {
     const double reading = read_rate(memory, num_threads, milliseconds), tiles = tile_rate(num_threads);
-    std::printf("%s %s, %.0f MB, %d thread(s), %s: reads %.1f GB/s, tiles %.2f TFLOP/s\n", name.c_str(),
-                llmopt::name(format), bytes / 1e6, num_threads, llmopt::name(selected_isa()), reading / 1e9,
-                tiles / 1e12);
+    std::printf("%s %s, %.0f MB, %d thread(s), %s: reads %.1f GB/s, tiles %.2f TFLOP/s\n", name.c_str(), format.c_str(),
+                bytes / 1e6, num_threads, llmopt::name(selected_isa()), reading / 1e9, tiles / 1e12);
     for (int rows : all_rows) {
       std::map<int64_t, InputBuffer> inputs;
       for (const Layer& layer : model.layers) {
         if (inputs.count(layer.num_inputs)) continue;
         InputBuffer& buffer = inputs[layer.num_inputs];
-        buffer.resize(input_form({format, 16, layer.num_inputs}, rows), rows, layer.num_inputs);
+        buffer.resize(input_form(named_format(format), rows), rows, layer.num_inputs);
         std::vector<float> values(layer.num_inputs);
         for (size_t i = 0; i < values.size(); ++i) values[i] = static_cast<float>(i % 13) / 8 - 0.75f;
         for (int r = 0; r < rows; ++r) buffer.fill_row(r, values.data());
@@ -326,13 +347,17 @@ int main(int argc, char** argv) {
     options[argument.substr(0, equals)] = argument.substr(equals + 1);
   }
   if (!options["prefetch"].empty()) llmopt::linear_tuning().prefetch_bytes = std::atoi(options["prefetch"].c_str());
-  if (!options["tile_rows"].empty()) llmopt::linear_tuning().tile_rows_bf16 = std::atoi(options["tile_rows"].c_str());
+  if (!options["tile_rows"].empty()) {
+    llmopt::LinearTuning& tuning = llmopt::linear_tuning();
+    tuning.tile_rows_bf16 = tuning.tile_rows_int8 = tuning.tile_rows_group = std::atoi(options["tile_rows"].c_str());
+  }
   std::vector<int> rows, threads;
   for (const std::string& text : llmopt::split(options["rows"])) rows.push_back(std::atoi(text.c_str()));
   for (const std::string& text : llmopt::split(options["threads"])) threads.push_back(std::atoi(text.c_str()));
-  const auto format = options["format"] == "float32" ? llmopt::WeightFormat::kFloat32 : llmopt::WeightFormat::kBFloat16;
-  for (const std::string& model : llmopt::split(options["model"])) {
-    llmopt::run(model, format, rows, threads, std::atoi(options["ms"].c_str()));
+  for (const std::string& format : llmopt::split(options["format"])) {
+    for (const std::string& model : llmopt::split(options["model"])) {
+      llmopt::run(model, format, rows, threads, std::atoi(options["ms"].c_str()));
+    }
   }
   return 0;
 }
