@@ -74,7 +74,7 @@ class Native:
         if source.endswith(".gguf"):
             from llmopt_plugins.kernel.native.gguf_model import load_gguf
 
-            loaded, weights = load_gguf(Path(source), load_options)
+            loaded, weights = load_gguf(Path(source), load_options, keep=bool(self.save))
             self._gguf = loaded.model, weights
             loaded.layer_shapes = stored_shapes(loaded.model)
             return loaded

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import logging
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from llmopt.demo_models import cache_folder
 from llmopt.errors import ModelError
 from llmopt.hub import load_tokenizer, read_gguf_config, torch_dtype
 from llmopt.loaded_model import LoadedModel
@@ -15,16 +19,19 @@ from llmopt_plugins.kernel.native.gguf_weights import GgufWeights
 from llmopt_plugins.kernel.native.late_weights import LateWeights
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+logger = logging.getLogger("llmopt")
 
 _OPTIONS = ("dtype", "attn_implementation", "device_map")
 
 
-def load_gguf(path: Path, load_options: dict[str, Any]) -> tuple[LoadedModel, GgufWeights]:
+def load_gguf(path: Path, load_options: dict[str, Any], *, keep: bool = False) -> tuple[LoadedModel, GgufWeights]:
     """The model with its parameters reserved but unread, its tokenizer, and the file as a source of weights.
 
     :param load_options: as for `llmopt.load`; ``dtype`` is that of the model's own forward and of KV, by default
         bfloat16.
+    :param keep: keep config and tokenizer in the user's cache: to get them out of the file takes seconds.
     :raises ModelError: the file is damaged, of an unknown architecture, or an option has no meaning here.
     """
     odd = [name for name in load_options if name not in _OPTIONS]
@@ -37,12 +44,35 @@ def load_gguf(path: Path, load_options: dict[str, Any]) -> tuple[LoadedModel, Gg
         )
     file = GgufFile(path)
     dtype = torch_dtype(load_options.get("dtype", "auto"))
-    config = read_gguf_config(path)
+    config, tokenizer = _config_and_tokenizer(path, keep)
+    config._name_or_path = str(path)
     model = _empty_model(config, torch.bfloat16 if dtype == "auto" else dtype, load_options.get("attn_implementation"))
     model.name_or_path = str(path)
     weights = GgufWeights(file, model)
     LateWeights(model, weights, path.name)
-    return LoadedModel(model, load_tokenizer(path), weights_unread=True), weights
+    return LoadedModel(model, tokenizer, weights_unread=True), weights
+
+
+def _config_and_tokenizer(path: Path, keep: bool) -> tuple[Any, PreTrainedTokenizerBase | None]:
+    """Out of the file, or as they were kept for exactly this file and version of transformers."""
+    import transformers
+
+    stat = path.stat()
+    key = f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns} {transformers.__version__}"
+    kept = cache_folder() / "gguf" / hashlib.sha256(key.encode()).hexdigest()[:16]
+    if kept.is_dir():  # renamed when it was complete
+        return transformers.AutoConfig.from_pretrained(kept), load_tokenizer(kept)
+    config, tokenizer = read_gguf_config(path), load_tokenizer(path)
+    if keep and tokenizer is not None:
+        try:
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=kept.parent) as partial:
+                config.save_pretrained(Path(partial) / "made")
+                tokenizer.save_pretrained(Path(partial) / "made")
+                (Path(partial) / "made").rename(kept)
+        except OSError as error:
+            logger.warning("native: config and tokenizer of %s could not be kept: %s", path, error)
+    return config, tokenizer
 
 
 def _empty_model(config: Any, dtype: Any, attention: str | None) -> PreTrainedModel:

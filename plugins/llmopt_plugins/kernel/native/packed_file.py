@@ -67,7 +67,8 @@ def identity_of(source: str | os.PathLike[str], config: Any, options: str) -> Id
     found = ([path],) if path.is_file() else (sorted(path.glob(f"*.{kind}")) for kind in ("safetensors", "bin"))
     files = next((group for group in found if group), [])
     stats = [(file.name, file.stat()) for file in files]
-    text = json.dumps(config.to_dict(), sort_keys=True, default=str)
+    fields = {name: value for name, value in config.to_dict().items() if name != "_name_or_path"}  # where, not what
+    text = json.dumps(fields, sort_keys=True, default=str)
     return Identity(
         files=tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats),
         config=hashlib.sha256(text.encode()).hexdigest()[:16],

@@ -20,6 +20,7 @@ from llmopt.errors import ModelError
 from llmopt.hub import load
 from llmopt.testing import tiny_model, tiny_prompts
 from llmopt_plugins import Native
+from llmopt_plugins.kernel.native import gguf_model
 from tests.plugins.kernel.native.gguf_files import write_gguf
 from tests.plugins.kernel.native.logits import mean_kl, model_logits, pipeline_logits, relative_error
 
@@ -155,7 +156,10 @@ def test_without_native_a_file_loads_as_before(tiny_file: Path) -> None:
             assert torch.equal(pipe.model.get_parameter(name), parameter), name
 
 
-def test_a_saved_packed_form_of_a_file_is_used_and_stale_after_a_change(tiny_file: Path) -> None:
+def test_a_saved_packed_form_of_a_file_is_used_and_stale_after_a_change(
+    tiny_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LLMOPT_CACHE", str(tmp_path / "cache"))
     with llmopt.build(tiny_file, [Native(save=True)]) as pipe:
         wanted = pipe.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=8)
     with llmopt.build(tiny_file, [Native()]) as pipe:
@@ -164,6 +168,28 @@ def test_a_saved_packed_form_of_a_file_is_used_and_stale_after_a_change(tiny_fil
     write_gguf(tiny_file, tiny_model(seed=3, **WIDE), Type.Q4_1)
     with llmopt.build(tiny_file, [Native()]) as pipe:
         assert any("is stale: tiny.gguf was changed" in note for note in pipe.describe().notes)
+
+
+def test_config_and_tokenizer_are_kept_with_a_saved_form_and_not_read_again(
+    tiny_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LLMOPT_CACHE", str(tmp_path / "cache"))
+    with llmopt.build(tiny_file, [Native()]) as pipe:
+        plain, config = pipe.tokenizer, pipe.model.config.to_dict()
+    assert plain is not None
+    assert not (tmp_path / "cache").exists()  # only when it was asked for
+    llmopt.build(tiny_file, [Native(save=True)]).close()
+    with monkeypatch.context() as patch:
+        patch.setattr(gguf_model, "read_gguf_config", lambda path: pytest.fail("the config was read again"))
+        with llmopt.build(tiny_file, [Native()]) as pipe:
+            assert pipe.tokenizer is not None
+            assert pipe.tokenizer("!!! abc")["input_ids"] == plain("!!! abc")["input_ids"]
+            assert pipe.tokenizer.padding_side == "left"
+            assert pipe.model.config.to_dict() == config
+            assert any("were read from" in note for note in pipe.describe().notes)
+    write_gguf(tiny_file, tiny_model(**WIDE, rms_norm_eps=0.5), Type.Q4_1)
+    with llmopt.build(tiny_file, [Native()]) as pipe:
+        assert pipe.model.config.rms_norm_eps == 0.5  # another file
 
 
 # -- real files -------------------------------------------------------------------------------------------------------
@@ -204,6 +230,7 @@ import torch, transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 import llmopt, llmopt.builder, llmopt.hub
 from llmopt_plugins import Native
+from llmopt_plugins.kernel.native import gguf_model
 def resident():
     fields = dict(line.split(":") for line in open("/proc/self/status") if line.startswith(("VmRSS", "RssAnon")))
     return {name: int(value.split()[0]) / 1024 for name, value in fields.items()}
