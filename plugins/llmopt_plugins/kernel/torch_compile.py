@@ -2,7 +2,7 @@
 
 Stage: execute (wraps).   Promise: exact, the same operations in another order of additions.
 Helps: many small operations per layer, which become a few loops; long prompts.   Hurts: the first build, which compiles
-for seconds to a minute; decode of one row on the CPU, where guards cost about what the fused loops save.
+for seconds to minutes; bfloat16, where compiled layers round less than the model and the self-test may refuse them.
 Source: J. Ansel et al., "PyTorch 2: Faster Machine Learning Through Dynamic Python Bytecode Transformation and Graph
 Compilation", 2024.
 """
