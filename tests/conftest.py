@@ -3,13 +3,36 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from llmopt.demo_models import cache_folder
 from llmopt.errors import ModelError
+
+_own_cache: list[Path] = []  # the folder this process made
+
+
+def _use_own_cache() -> None:
+    """What tests measure and compile is kept for one run; only the models, which are large, are the user's."""
+    models = cache_folder() / "models"
+    try:
+        models.mkdir(parents=True, exist_ok=True)
+        own = Path(tempfile.mkdtemp(prefix="llmopt-tests-"))
+        (own / "models").symlink_to(models.resolve(), target_is_directory=True)
+    except OSError:
+        return  # no home that can be written: tests of the cache say what they need
+    _own_cache.append(own)
+    os.environ["LLMOPT_CACHE"] = str(own)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    for folder in _own_cache:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -19,6 +42,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     # Nor is the machine measured by accident: what a busy machine reaches would stay in the user's cache.
     os.environ["LLMOPT_MACHINE_LIMITS"] = str(Path(__file__).parent / "machine_limits.json")
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit the folder: what one compiled serves the others
+        _use_own_cache()
 
 
 def _why_no_native() -> str | None:
