@@ -2,7 +2,7 @@
 
 Stage: execute (wraps).   Promise: exact, the same operations in another order of additions.
 Helps: many small operations per layer, which become a few loops; long prompts.   Hurts: the first build, which compiles
-for seconds to minutes; bfloat16, where compiled layers round less than the model and the self-test may refuse them.
+for seconds to minutes.
 Source: J. Ansel et al., "PyTorch 2: Faster Machine Learning Through Dynamic Python Bytecode Transformation and Graph
 Compilation", 2024.
 """
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("llmopt")
 
+_FOLDER = "TORCHINDUCTOR_CACHE_DIR"
+
 
 class CompiledLayers:
     """The compiled forwards of one model, for all pipelines that run it; compiled anew for every kind of input."""
@@ -61,9 +63,13 @@ class CompiledLayers:
 
     def _compile(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
         from torch._dynamo import lookup_backend
+        from torch._inductor import config
 
         start = time.perf_counter()
-        compiled = lookup_backend("inductor")(graph, inputs)
+        # in float16 and bfloat16 every operation rounds as the model's does, not only the last one of a loop
+        rounds = any(isinstance(x, torch.Tensor) and x.dtype in (torch.float16, torch.bfloat16) for x in inputs)
+        with config.patch(emulate_precision_casts=rounds or config.emulate_precision_casts):
+            compiled = lookup_backend("inductor")(graph, inputs)
         self.num_graphs += 1
         self.compile_s += time.perf_counter() - start
         return compiled
@@ -135,7 +141,6 @@ class TorchCompile:
 
     @hookimpl
     def llmopt_wrap_execute(self, execute: Execute, config: PipelineConfig, context: BuildContext) -> Execute | None:
-        from llmopt.demo_models import cache_folder
         from llmopt.errors import PluginUnavailableError
         from llmopt.hf.module_switch import ModuleSwitch, why_not
 
@@ -149,7 +154,7 @@ class TorchCompile:
                 f"plugin 'torch_compile' needs plain decoder layers, and this model {what}. "
                 "Remove it from plugins=[...]."
             )
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "torch_compile"))
+        keep_compiled_code()
         layers = _layers_of.setdefault(context.model, CompiledLayers())
         return CompiledExecute(execute, ModuleSwitch({layer: layers.forward_of(layer) for layer in found}), layers)
 
@@ -163,6 +168,17 @@ class TorchCompile:
             warm_up(pipeline)
             logger.info("torch_compile: %s", stage.describe())
         stage.num_graphs_built = stage.layers.num_graphs
+
+
+def keep_compiled_code() -> None:
+    """Let torch keep what it compiles in llmopt's cache, unless the user chose a folder."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    from llmopt.demo_models import cache_folder
+
+    # torch names its default, which lasts until the machine restarts, in the variable when it is imported
+    if os.environ.get(_FOLDER, default_cache_dir()) == default_cache_dir():
+        os.environ[_FOLDER] = str(cache_folder() / "torch_compile")
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
