@@ -25,8 +25,8 @@ struct Sizes {
   int64_t vocab;
 };
 
-constexpr Sizes kSmall = {576, 9, 3, 64, 1536, 30, 49152};         // SmolLM2-135M
-constexpr Sizes kLarge = {1536, 12, 2, 128, 8960, 28, 151936};     // Qwen2.5-1.5B
+constexpr Sizes kSmall = {576, 9, 3, 64, 1536, 30, 49152};      // SmolLM2-135M
+constexpr Sizes kLarge = {1536, 12, 2, 128, 8960, 28, 151936};  // Qwen2.5-1.5B
 
 // Zeros on huge pages. Lives until the end of the program.
 std::byte* allocate(size_t bytes) {
@@ -76,8 +76,8 @@ DecoderSpec make_spec(const Sizes& s, WeightFormat format, int64_t num_positions
   spec.embedding = count(matrix(format, s.vocab, s.hidden));
   spec.head.weight = spec.embedding;
   spec.final_norm = norm;
-  spec.ropes.push_back({filled(num_positions * s.dim / 2, 0.6f), filled(num_positions * s.dim / 2, 0.8f), num_positions,
-                        s.dim, false});
+  spec.ropes.push_back(
+      {filled(num_positions * s.dim / 2, 0.6f), filled(num_positions * s.dim / 2, 0.8f), num_positions, s.dim, false});
   for (int i = 0; i < s.layers; ++i) {
     LayerSpec layer;
     layer.before_attention = layer.before_mlp = norm;
@@ -164,7 +164,8 @@ int main(int argc, char** argv) {
     caches.push_back({key, value, num_blocks, sizes.kv_heads, 32, sizes.dim, sizes.dim, dtype});
   }
   Decoder decoder(spec, caches, std::make_shared<ThreadTeam>(ThreadTeamOptions{num_threads, {}, true, 200}));
-  std::printf("%s, %d threads, %.0f MB of weights, context %d\n", name(format), num_threads, weight_bytes / 1e6, context);
+  std::printf("%s, %d threads, %.0f MB of weights, context %d\n", name(format), num_threads, weight_bytes / 1e6,
+              context);
   time_step(decoder, "1 row", 1, 1, context, weight_bytes);
   time_step(decoder, "4 rows", 4, 1, context, weight_bytes);
   time_step(decoder, "8 rows", 8, 1, context, weight_bytes);
