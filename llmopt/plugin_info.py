@@ -23,6 +23,7 @@ class PluginInfo:
     model_types: tuple[str, ...] = ()  # `config.model_type` values it serves; empty: all
     loss: str = ""  # for "lossy": the measured loss
     auto: bool = False  # whether plugins="auto" may choose it
+    in_company: bool = True  # whether `check_plugin` meets it unasked; no: building it takes too long for every check
 
 
 def info_of(plugin: Any) -> PluginInfo:

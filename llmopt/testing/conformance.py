@@ -62,7 +62,8 @@ def check_plugin(
 
     :param plugin_factory: makes a fresh plugin for each pipeline, for example the class.
     :param model: float32 causal LM with at least 96 positions, if the plugin needs a special one.
-    :param company: names and factories to build it together with; None: every built-in plugin.
+    :param company: names and factories to build it together with; None: every built-in plugin that is not slow to
+        build (``PluginInfo.in_company``).
     :param max_new_tokens: length of the compared outputs, at most 48.
     :returns: the report, when everything passed.
     :raises AssertionError: something failed; the message is the report.
@@ -108,7 +109,8 @@ class _Checker:
         self.info = info_of(factory())
         self.required = _required(self.info)
         if company is None:
-            company = [cls for cls in builtin_plugins() if info_of(cls).name != self.info.name]
+            infos = [(cls, info_of(cls)) for cls in builtin_plugins()]
+            company = [cls for cls, info in infos if info.in_company and info.name != self.info.name]
         self.company = [find_plugin(c) if isinstance(c, str) else c for c in company]
         self.report = PluginReport(self.info.name, self.info.promise)
         repeated = tiny_prompts(1, seed=9, min_length=6, max_length=6)[0] * 3  # drafters find something in it

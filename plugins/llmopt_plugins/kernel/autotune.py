@@ -9,6 +9,7 @@ Source: R. C. Whaley and J. Dongarra, "Automatically Tuned Linear Algebra Softwa
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("llmopt")
 
 MARGIN = 0.03  # another value than the default must be faster by this share
-_MIN_ROUNDS = 3
+_NUM_PARTS = 4  # of a measurement; in each of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,8 @@ Measure = Callable[[int], Callable[[], None]]  # number of rows -> a step with s
 def tune(tunable: Tunable, measure: Measure, budget_s: float, clock: Callable[[], float] = time.perf_counter) -> int:
     """Try the candidates in turns and return the best value: the default unless another is faster by `MARGIN`.
 
-    The value that is returned is applied.
+    It has to be faster from the beginning to the end of the measurement: what only wins while something else runs on
+    the machine is not kept. The value that is returned is applied.
     """
     try:
         if tunable.is_threshold:
@@ -63,8 +65,8 @@ def tune(tunable: Tunable, measure: Measure, budget_s: float, clock: Callable[[]
         else:
             values = (tunable.default, *(c for c in tunable.candidates if c != tunable.default))
             times = _compare(tunable, values, measure(1), budget_s, clock)
-            fastest = min(times, key=lambda value: times[value])
-            best = fastest if times[fastest] < times[tunable.default] * (1 - MARGIN) else tunable.default
+            faster = [value for value in values if _is_faster(times[value], times[tunable.default])]
+            best = min(faster, key=lambda value: statistics.median(times[value]), default=tunable.default)
     except BaseException:
         tunable.apply(tunable.default)
         raise
@@ -80,7 +82,7 @@ def _tune_threshold(tunable: Tunable, measure: Measure, budget_s: float, clock: 
         usual = above if rows >= tunable.default else below
         times = _compare(tunable, (above, below), measure(rows), budget_s / len(tunable.candidates), clock)
         other = below if usual == above else above
-        chosen = other if times[other] < times[usual] * (1 - MARGIN) else usual
+        chosen = other if _is_faster(times[other], times[usual]) else usual
         if chosen == below:
             break
         best = rows
@@ -94,18 +96,27 @@ def _same_side(tunable: Tunable, best: int) -> bool:
 
 def _compare(
     tunable: Tunable, values: Sequence[int], step: Callable[[], None], budget_s: float, clock: Callable[[], float]
-) -> dict[int, float]:
-    """Median time of a step with each value, in turns, so that drift hits all of them."""
+) -> dict[int, list[float]]:
+    """Times of a step with each value, in turns, so that drift hits all of them."""
     samples: dict[int, list[float]] = {value: [] for value in values}
     end = clock() + budget_s
-    while len(samples[values[0]]) < _MIN_ROUNDS or clock() < end:
+    while len(samples[values[0]]) < _NUM_PARTS or clock() < end:
         for value in values:
             tunable.apply(value)
             step()  # the first one finds the caches as another value left them
             start = clock()
             step()
             samples[value].append(clock() - start)
-    return {value: statistics.median(times) for value, times in samples.items()}
+    return samples
+
+
+def _is_faster(mine: Sequence[float], usual: Sequence[float]) -> bool:
+    """Whether the median is clearly lower in every part of a measurement. Both have one time per turn."""
+    bounds = [len(mine) * part // _NUM_PARTS for part in range(_NUM_PARTS + 1)]
+    return all(
+        statistics.median(mine[start:end]) < statistics.median(usual[start:end]) * (1 - MARGIN)
+        for start, end in itertools.pairwise(bounds)
+    )
 
 
 class Steps:

@@ -118,6 +118,7 @@ class TorchCompile:
         promise="exact",
         summary="decoder layers of the model's own forward compiled by torch.compile, for any number of tokens",
         conflicts=("native",),  # which runs no module of the model
+        in_company=False,  # compiles anew for the model of every check; in its own it meets all others
     )
 
     def __init__(self, warm_up: bool = True) -> None:

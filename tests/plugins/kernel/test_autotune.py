@@ -52,6 +52,17 @@ def test_the_default_stays_unless_another_is_clearly_faster() -> None:
     assert Machine(lambda value, rows: 1.0 if value == 8 else 0.96).tune(8, (8, 16)) == 16
 
 
+def test_a_value_that_is_faster_only_while_the_machine_is_busy_is_not_chosen() -> None:
+    machine = Machine(lambda value, rows: 0.001)
+
+    def cost(value: int, rows: int) -> float:
+        is_busy = machine.now < 0.8  # most of the measurement: medians over all of it would be taken in
+        return 0.001 if value == 8 and not is_busy else 0.005 if value == 8 else 0.002
+
+    machine.cost = cost
+    assert machine.tune(8, (8, 16)) == 8
+
+
 def tiles_win_from(crossing: int, gain: float = 0.5) -> Callable[[int, int], float]:
     """Above the threshold a step costs 1; below it, more from `crossing` rows on and less before."""
     return lambda threshold, rows: 1.0 if rows >= threshold else 1.0 + (gain if rows >= crossing else -gain)
