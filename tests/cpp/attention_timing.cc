@@ -1,5 +1,5 @@
 // Prints what decode attention over a long context takes, next to a plain read of the same keys and values, and what
-// prefill attention takes: attention_timing [num_threads] [huge pages: 0 or 1] [block_size]
+// prefill attention takes: attention_timing [num_threads] [huge pages: 0 or 1] [block_size] [decode, draft or prefill]
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -9,6 +9,7 @@
 #include <cstring>
 #include <numeric>
 #include <random>
+#include <string>
 #include <vector>
 
 #include "llmopt/attention.h"
@@ -147,12 +148,21 @@ int main(int argc, char** argv) {
   const bool huge = argc > 2 ? std::atoi(argv[2]) != 0 : true;
   const int block_size = argc > 3 ? std::atoi(argv[3]) : 32;
   ThreadTeam team(options);
+  const std::string only = argc > 4 ? argv[4] : "";
+  auto wanted = [&](const char* kind) { return only.empty() || only == kind; };
   const Shape smollm{"smollm2", 30, 9, 3, 64}, qwen{"qwen1.5b", 28, 12, 2, 128};
   for (const Shape& shape : {smollm, qwen}) {
-    for (bool scattered : {false, true}) {
-      for (int batch : {1, 8}) time_step(shape, batch, 1, 4096, block_size, huge, scattered, team);
+    if (wanted("decode")) {
+      for (bool scattered : {false, true}) {
+        for (int batch : {1, 8}) time_step(shape, batch, 1, 4096, block_size, huge, scattered, team);
+      }
     }
-    time_step(shape, 1, 4, 4096, block_size, huge, false, team);
-    time_step(shape, 1, 1024, 1024, block_size, huge, false, team);
+    if (wanted("draft")) {
+      for (int q_len : {4, 8, 16}) time_step(shape, 1, q_len, 4096, block_size, huge, false, team);
+    }
+    if (wanted("prefill")) {
+      time_step(shape, 1, 1024, 1024, block_size, huge, false, team);
+      time_step(shape, 1, 512, 2560, block_size, huge, false, team);
+    }
   }
 }

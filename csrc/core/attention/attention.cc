@@ -154,9 +154,12 @@ class AttentionCall::Impl {
   }
 
   size_t task_scratch_bytes() const {
-    const size_t workspace =
-        std::max(kernels.workspace_bytes(work.max_rows, cache.head_dim, cache.head_dim_v),
-                 row_tiles ? kernels.row_tile_workspace_bytes(cache.head_dim, cache.head_dim_v) : 0);
+    size_t workspace = kernels.workspace_bytes(work.max_rows, cache.head_dim, cache.head_dim_v);
+    if (row_tiles) {
+      workspace = std::max(
+          {workspace, kernels.row_tile_workspace_bytes(cache.head_dim, cache.head_dim_v),
+           kernels.column_tile_workspace_bytes(work.max_rows, cache.head_dim, cache.head_dim_v)});
+    }
     return (round_up(work.max_rows, 32) * (round_up(cache.head_dim_v, attention::kColumnPadding) + 2)) * sizeof(float) +
            128 + workspace;
   }
@@ -239,7 +242,8 @@ class AttentionCall::Impl {
       (item.few_rows ? kernels.attend_rows_f32 : kernels.attend_tile_f32)(task);
     } else {
       const auto few_rows = row_tiles ? kernels.attend_row_tiles_bf16 : kernels.attend_rows_bf16;
-      (item.few_rows ? few_rows : kernels.attend_tile_bf16)(task);
+      const auto many_rows = row_tiles ? kernels.attend_column_tiles_bf16 : kernels.attend_tile_bf16;
+      (item.few_rows ? few_rows : many_rows)(task);
     }
 
     if (item.num_parts == 1) {
@@ -269,7 +273,7 @@ class AttentionCall::Impl {
   const Kernels& kernels;
   float* const partials;             // [num_kv_heads, num_partial_rows, head_dim_v + 2]: row, its max, its sum
   std::atomic<int>* const counters;  // [num_splits, num_kv_heads] parts that are done
-  const bool row_tiles;              // few rows take tiles as well
+  const bool row_tiles;              // tiles that read keys in place
   const size_t scratch_bytes;
   alignas(64) std::atomic<int64_t> next{0};  // first task that no thread has taken
 };

@@ -62,6 +62,9 @@ struct Kernels {
   // attend_rows for up to kMaxTileRows rows in tiles, where row_tiles_fit; may be null.
   void (*attend_row_tiles_bf16)(const Task&);
   size_t (*row_tile_workspace_bytes)(int head_dim, int head_dim_v);
+  // attend_tile with keys in place, where row_tiles_fit; may be null.
+  void (*attend_column_tiles_bf16)(const Task&);
+  size_t (*column_tile_workspace_bytes)(int rows, int head_dim, int head_dim_v);
   // Around tasks with bfloat16 tiles, on each thread; may be null.
   void (*enter_tiles)();
   void (*leave_tiles)();

@@ -1,3 +1,4 @@
+#include "core/attention/column_tiles.h"
 #include "core/attention/kernels_table.h"
 #include "core/attention/row_tiles.h"
 #include "core/tiles.h"
@@ -10,6 +11,8 @@ const Kernels& amx_kernels() {
     made.rows_limit_bf16 = 4;
     made.attend_row_tiles_bf16 = attend_row_tiles;
     made.row_tile_workspace_bytes = row_tile_workspace_bytes;
+    made.attend_column_tiles_bf16 = attend_column_tiles;
+    made.column_tile_workspace_bytes = column_tile_workspace_bytes;
     made.enter_tiles = enter_tiles;
     made.leave_tiles = leave_tiles;
     return made;

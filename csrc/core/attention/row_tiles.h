@@ -10,6 +10,7 @@
 #pragma once
 
 #include "core/attention/kernels.h"
+#include "core/attention/key_chunk.h"
 #include "core/attention/softmax.h"
 #include "core/attention/storage.h"
 
@@ -52,35 +53,7 @@ inline size_t row_tile_workspace_bytes(int head_dim, int head_dim_v) {
   return RowTileBuffers().place(nullptr, head_dim, head_dim_v);
 }
 
-// Keys and values of kRowTileKeys keys, in groups of 16 that lie one after the other. Groups without a key inside
-// [begin, end) repeat another one; nothing of them is used.
-struct RowTileChunk {
-  const uint16_t* keys[kRowTileKeys / 16];
-  const uint16_t* values[kRowTileKeys / 16];
-  int begin, end;  // the keys that count, from the first one of the chunk
-
-  void locate(const Task& task, int first, int key_begin, int key_end) {
-    begin = max(0, key_begin - first);
-    end = min(kRowTileKeys, key_end - first);
-    for (int i = 0; i < kRowTileKeys / 16; ++i) {
-      const int key = i * 16 < end ? first + i * 16 : first;
-      const int64_t id = task.block_table[key / task.block_size];
-      const int64_t offset = key % task.block_size;
-      keys[i] = static_cast<const uint16_t*>(task.key) + id * task.key_block_stride + offset * task.head_dim;
-      values[i] = static_cast<const uint16_t*>(task.value) + id * task.value_block_stride + offset * task.head_dim_v;
-    }
-  }
-
-  // Group i, to the cache.
-  LLMOPT_INLINE void prefetch(const Task& task, int i) const {
-    if (i * 16 >= end) return;
-    const int key_bytes = 32 * task.head_dim, value_bytes = 32 * task.head_dim_v;
-    const auto* key = reinterpret_cast<const char*>(keys[i]);
-    const auto* value = reinterpret_cast<const char*>(values[i]);
-    for (int at = 0; at < key_bytes; at += 64) __builtin_prefetch(key + at, 0, 2);
-    for (int at = 0; at < value_bytes; at += 64) __builtin_prefetch(value + at, 0, 2);
-  }
-};
+using RowTileChunk = KeyChunk<kRowTileKeys>;
 
 // Columns [column, column + 32) of group i, in pairs of keys. Rows outside of [begin, end) become zeros.
 LLMOPT_INLINE void interleave_values(const Task& task, const RowTileBuffers& buffers, const RowTileChunk& chunk, int i,
