@@ -217,8 +217,8 @@ class Attention : public ::testing::TestWithParam<DType> {};
 
 TEST_P(Attention, RaggedBatchesOfAnyHeadSize) {
   unsigned seed = 0;
-  for (auto [d, dv] :
-       std::vector<std::pair<int, int>>{{64, 64}, {80, 80}, {8, 8}, {5, 3}, {1, 1}, {33, 40}, {128, 96}}) {
+  for (auto [d, dv] : std::vector<std::pair<int, int>>{
+           {64, 64}, {80, 80}, {8, 8}, {5, 3}, {1, 1}, {33, 40}, {128, 96}, {32, 64}, {96, 32}}) {
     for (int block_size : {1, 5, 16}) {
       Sizes s{{1, 3, 20, 1, 65}, {1, 3, 37, 140, 65}};
       s.head_dim = d;
@@ -250,6 +250,14 @@ TEST_P(Attention, WindowSoftcapAndSinks) {
       }
     }
   }
+}
+
+TEST_P(Attention, ScaleZeroIsTheMeanOfTheVisibleValues) {
+  Sizes s{{1, 30, 40}, {50, 31, 300}};
+  s.window = 20;
+  Problem problem(s, GetParam(), 1);
+  problem.scale = 0;
+  problem.run_and_compare();
 }
 
 TEST_P(Attention, LongContextsInParts) { Problem({{1, 20, 2}, {1600, 2600, 1025}}, GetParam(), 1).run_and_compare(); }

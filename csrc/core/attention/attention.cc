@@ -156,9 +156,8 @@ class AttentionCall::Impl {
   size_t task_scratch_bytes() const {
     size_t workspace = kernels.workspace_bytes(work.max_rows, cache.head_dim, cache.head_dim_v);
     if (row_tiles) {
-      workspace = std::max(
-          {workspace, kernels.row_tile_workspace_bytes(cache.head_dim, cache.head_dim_v),
-           kernels.column_tile_workspace_bytes(work.max_rows, cache.head_dim, cache.head_dim_v)});
+      workspace = std::max({workspace, kernels.row_tile_workspace_bytes(cache.head_dim, cache.head_dim_v),
+                            kernels.column_tile_workspace_bytes(work.max_rows, cache.head_dim, cache.head_dim_v)});
     }
     return (round_up(work.max_rows, 32) * (round_up(cache.head_dim_v, attention::kColumnPadding) + 2)) * sizeof(float) +
            128 + workspace;

@@ -1,11 +1,12 @@
-// Many query rows in AMX tiles, keys read in place: flash attention with everything transposed, so that the softmax of a
-// row runs along vectors, never across one.
+// Many query rows in AMX tiles, keys read in place: flash attention with everything transposed, so that the softmax of
+// a row runs along vectors, never across one.
 //
 //   for each chunk of keys
 //     pack V into values^T                 [column][keys], the tile on the left of the second product
 //     for each group of 32 rows
 //       scores^T[key][row] = K Q^T         K on the left as it lies in the cache, queries packed once
-//       p = exp2(scores - reference)       vectors of 16 rows; pairs of keys are rounded to bfloat16 side by side, which
+//       p = exp2(scores - reference)       vectors of 16 rows; pairs of keys are rounded to bfloat16 side by side,
+//       which
 //                                          is the form of the tile on the right
 //       acc^T[column][row] += V^T p
 //
@@ -151,6 +152,31 @@ LLMOPT_INLINE void score_step(const Task& task, const ColumnTileChunk& chunk, in
   asm volatile("" : : : "memory");
 }
 
+// The same for all steps, with queries of 64 numbers, which stay in tiles. Tiles 0-1: sums, 2-3: keys, 4-7: queries.
+LLMOPT_INLINE void score_group_64(const ColumnTileChunk& chunk, int low, int high, const uint32_t* query,
+                                  float* scores) {
+  asm volatile("" : : : "memory");
+  _tile_loadd(4, query, 64);
+  _tile_loadd(5, query + 16 * kLanes, 64);
+  _tile_loadd(6, query + 32 * kLanes, 64);
+  _tile_loadd(7, query + 48 * kLanes, 64);
+  for (int j = low; j < high; j += 16) {
+    const uint16_t* keys = chunk.keys[j / 16];
+    float* out = scores + j * kLanes;
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_loadd(2, keys, 128);
+    _tile_dpbf16ps(0, 2, 4);
+    _tile_dpbf16ps(1, 2, 6);
+    _tile_loadd(3, keys + 32, 128);
+    _tile_dpbf16ps(0, 3, 5);
+    _tile_dpbf16ps(1, 3, 7);
+    _tile_stored(0, out, 64);
+    _tile_stored(1, out + kColumnTileKeys * kLanes, 64);
+  }
+  asm volatile("" : : : "memory");
+}
+
 // acc^T[column ... column + 32) += V^T p over the keys [low, high). Tiles 0-3: sums, 4-5: values, 6-7: probabilities.
 LLMOPT_INLINE void add_value_step(const Task& task, const ColumnTileBuffers& buffers, int low, int high, int column,
                                   float* acc) {
@@ -181,19 +207,32 @@ LLMOPT_INLINE void add_value_step(const Task& task, const ColumnTileBuffers& buf
   asm volatile("" : : : "memory");
 }
 
-// What 16 rows see of a chunk: keys [begin[lane], end[lane]).
+// What a row sees of a chunk.
+LLMOPT_INLINE int visible_end(const Task& task, const ColumnTileChunk& chunk, int first_key, int row) {
+  return max(0, min(chunk.end, task.first_position + row / task.group + 1 - first_key));
+}
+LLMOPT_INLINE int visible_begin(const Task& task, const ColumnTileChunk& chunk, int first_key, int row) {
+  if (task.sliding_window == 0) return chunk.begin;
+  return max(chunk.begin, task.first_position + row / task.group + 1 - first_key - task.sliding_window);
+}
+
+// The same for 16 rows, one per lane.
 struct RowIntervals {
   IntVec begin, end;
   int whole_begin, whole_end;  // every row sees these
 
   RowIntervals(const Task& task, const ColumnTileChunk& chunk, int first_key, int row) {
-    for (int i = 0; i < kLanes; ++i) {
-      const int position = task.first_position + (row + i) / task.group - first_key;
-      end[i] = max(0, min(chunk.end, position + 1));
-      begin[i] = max(chunk.begin, task.sliding_window > 0 ? position + 1 - task.sliding_window : 0);
+    whole_begin = visible_begin(task, chunk, first_key, row + kLanes - 1);
+    whole_end = visible_end(task, chunk, first_key, row);
+    if (whole_end == chunk.end && whole_begin == chunk.begin) {
+      begin = IntVec{} + whole_begin;
+      end = IntVec{} + whole_end;
+      return;
     }
-    whole_begin = begin[kLanes - 1];
-    whole_end = end[0];
+    for (int i = 0; i < kLanes; ++i) {
+      end[i] = visible_end(task, chunk, first_key, row + i);
+      begin[i] = visible_begin(task, chunk, first_key, row + i);
+    }
   }
 };
 
@@ -228,12 +267,6 @@ LLMOPT_INLINE void softmax_columns(const Task& task, const SoftmaxScale& scale, 
   const __mmask16 unseen = _mm512_cmp_ps_mask(reference, splat(kNegativeInfinity), _CMP_EQ_OQ);
   const Vec shift = _mm512_mask_mov_ps(reference, unseen, Vec{});
 
-  const auto order = [] {
-    typedef uint16_t Shorts __attribute__((vector_size(64)));
-    Shorts index{};
-    for (int i = 0; i < 32; ++i) index[i] = static_cast<uint16_t>(i / 2 + i % 2 * 16);
-    return reinterpret_cast<__m512i>(index);
-  }();
   Vec sum[4] = {};
   for (int j = low; j < high; j += 4) {
     const float* from = scores + j * kLanes;
@@ -245,8 +278,11 @@ LLMOPT_INLINE void softmax_columns(const Task& task, const SoftmaxScale& scale, 
     }
 #pragma GCC unroll 2
     for (int i = 0; i < 2; ++i) {
-      const __m512i pair = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(p[2 * i + 1], p[2 * i]));
-      _mm512_store_si512(probs + (j / 2 + i) * kLanes, _mm512_permutexvar_epi16(order, pair));
+      // Rounded to nearest; ties, away from zero.
+      const WordVec even = words(p[2 * i]) + 0x8000, odd = words(p[2 * i + 1]) + 0x8000;
+      _mm512_store_si512(
+          probs + (j / 2 + i) * kLanes,
+          _mm512_mask_blend_epi16(0xaaaaaaaa, reinterpret_cast<__m512i>(even >> 16), reinterpret_cast<__m512i>(odd)));
     }
   }
   const Vec total = (sum[0] + sum[1]) + (sum[2] + sum[3]);
@@ -276,23 +312,32 @@ inline void attend_column_tiles(const Task& task) {
     task.row_sum[r] = 0;
   }
 
-  const SoftmaxScale scale(task);
+  SoftmaxScale scale(task);
+  if (scale.factor == 0) {
+    // Hidden scores are -infinity, which a factor of zero would turn into NaN.
+    std::memset(buffers.query, 0, padded_rows * task.head_dim * sizeof(uint16_t));
+    scale.factor = 1;
+  }
   ColumnTileChunk chunk;
   // 16 keys from a multiple of 16 on lie in one block.
   for (int first = task.key_begin / 16 * 16; first < task.key_end; first += kColumnTileKeys) {
     chunk.locate(task, first, task.key_begin, task.key_end);
     pack_value_columns(task, chunk, buffers.values);
     for (int r = 0; r < padded_rows; r += kGroupRows) {
-      const RowIntervals seen[2] = {RowIntervals(task, chunk, first, r), RowIntervals(task, chunk, first, r + kLanes)};
       // Rows are in the order of their positions: the first sees the earliest key, the last the latest.
-      const int low = seen[0].begin[0] / kStepKeys * kStepKeys;
-      const int high = static_cast<int>(round_up(seen[1].end[kLanes - 1], kStepKeys));
+      const int low = visible_begin(task, chunk, first, r) / kStepKeys * kStepKeys;
+      const int high = static_cast<int>(round_up(visible_end(task, chunk, first, r + kGroupRows - 1), kStepKeys));
       if (low >= high) continue;
       const uint32_t* query = buffers.query + r * (task.head_dim / 2);
       float* acc = buffers.accumulators + r * task.head_dim_v;
-      for (int j = low; j < high; j += kStepKeys) score_step(task, chunk, j, query, buffers.scores);
+      if (task.head_dim == 64) {
+        score_group_64(chunk, low, high, query, buffers.scores);
+      } else {
+        for (int j = low; j < high; j += kStepKeys) score_step(task, chunk, j, query, buffers.scores);
+      }
       for (int half = 0; half < 2; ++half) {
-        softmax_columns(task, scale, seen[half], r + half * kLanes, buffers.scores + half * kColumnTileKeys * kLanes,
+        softmax_columns(task, scale, RowIntervals(task, chunk, first, r + half * kLanes), r + half * kLanes,
+                        buffers.scores + half * kColumnTileKeys * kLanes,
                         buffers.probs + half * kColumnTileKeys / 2 * kLanes, acc + half * task.head_dim_v * kLanes, low,
                         high);
       }

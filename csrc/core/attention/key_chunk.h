@@ -7,8 +7,8 @@
 namespace llmopt::attention {
 namespace {
 
-// Groups of 16 keys that lie one after the other, as block_size is a multiple of 16 and `first` is one. Groups without a
-// key inside [begin, end) repeat another one; nothing of them is used.
+// Groups of 16 keys that lie one after the other, as block_size is a multiple of 16 and `first` is one. Groups without
+// a key inside [begin, end) repeat another one; nothing of them is used.
 template <int kKeys>
 struct KeyChunk {
   const uint16_t* keys[kKeys / 16];
