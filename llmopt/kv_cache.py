@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from llmopt.huge_pages import ask_for_huge_pages
+
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
@@ -51,11 +53,14 @@ class KVCache:
                 # torch.empty leaves the pages untouched: memory is taken as blocks are written
                 key = (num_blocks, s.num_key_heads, block_size, s.key_dim)
                 value = (num_blocks, s.num_value_heads, block_size, s.value_dim)
-                self.layers[i] = LayerKV(
+                layer = LayerKV(
                     index=i,
                     key=torch.empty(key, dtype=s.dtype, device=s.device),
                     value=torch.empty(value, dtype=s.dtype, device=s.device),
                 )
+                ask_for_huge_pages(layer.key)
+                ask_for_huge_pages(layer.value)
+                self.layers[i] = layer
 
     @staticmethod
     def bytes_per_token(shapes: Mapping[int, LayerShape]) -> int:
