@@ -346,13 +346,17 @@ class Decoder:
         logits_indices: npt.NDArray[np.int64],
         logits_address: int = 0,
         want_best: bool = False,
+        banned_rows: npt.NDArray[np.int64] | None = None,
+        banned_ids: npt.NDArray[np.int64] | None = None,
     ) -> tuple[list[int], list[float]] | None:
         """Run the tokens of a plan that has been updated for this step.
 
         :param logits_indices: packed tokens whose logits are wanted, ascending.
         :param logits_address: float32 [len(logits_indices), vocab_size] to fill, or 0.
         :param want_best: return the place and value of each row's largest logit; of its first NaN where there is one.
-        :raises IndexError: a token id, position, slot or block that does not exist; nothing is written then.
+        :param banned_rows: rows of logits in which the token of ``banned_ids`` at the same place may not be chosen: its
+            logit becomes -inf. Ids outside the vocabulary do no harm.
+        :raises IndexError: a row, token id, position, slot or block that does not exist; nothing is written then.
         :raises ValueError: arrays that do not fit together.
         """
 

@@ -11,6 +11,8 @@ import numpy as np
 if TYPE_CHECKING:
     from llmopt.request import Request
 
+NO_IDS = np.empty(0, dtype=np.int64)
+
 _ARRAYS = (
     "num_scheduled",
     "token_ids",
@@ -22,6 +24,8 @@ _ARRAYS = (
     "logits_indices",
     "slots",
     "num_drafts",
+    "banned_rows",
+    "banned_ids",
 )
 
 
@@ -55,6 +59,9 @@ class Batch:
     requests: list[Request] = field(default_factory=list)  # [B], on the scheduling rank only
     logits_requests: list[Request] = field(default_factory=list)  # [R], who receives each row of logits
     wants_best: bool = False  # every row only takes its best token: `execute` may return `BestTokens`
+    # where every row takes its best token, those that it may not take: ids that would end it too early
+    banned_rows: np.ndarray = field(default_factory=lambda: NO_IDS)  # [K] int64, rows of the logits
+    banned_ids: np.ndarray = field(default_factory=lambda: NO_IDS)  # [K] int64, perhaps outside the vocabulary
 
     @property
     def num_requests(self) -> int:
@@ -106,7 +113,7 @@ class DraftTokens:
 
 @dataclass(slots=True)
 class BestTokens:
-    """What `Execute` may return instead of logits when the batch ``wants_best``: the best of each row."""
+    """What `Execute` may return instead of logits when the batch ``wants_best``: each row's best that is not banned."""
 
     token_ids: list[int]  # [R], place of the first NaN where a row has one
     logits: list[float]  # [R], the logits there

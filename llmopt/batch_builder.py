@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from llmopt.batch import Batch, DraftTokens
+from llmopt.batch import NO_IDS, Batch, DraftTokens
 
 if TYPE_CHECKING:
     from llmopt.request import Request
@@ -21,6 +21,7 @@ class BatchBuilder:
         self._arange = np.arange(1024, dtype=np.int64)
         self._reserve(num_requests=8, num_tokens=512, table_width=64)
         self._last: Batch | None = None  # the last batch, when all its rows were decodes
+        self._num_banning = 0  # batches that may follow it with the same `banned_ids`
 
     def _reserve(self, num_requests: int, num_tokens: int, table_width: int) -> None:
         self._max_requests, self._max_tokens, self._max_width = num_requests, num_tokens, table_width
@@ -86,6 +87,8 @@ class BatchBuilder:
             if known == request.num_tokens:
                 logits_indices.extend(range(middle - 1, end))
                 logits_requests.extend([request] * (1 + num_draft))
+        take_best = all(r.takes_best and r.lockstep is None for r in logits_requests)
+        banned_rows, banned_ids = self._ban(logits_requests) if take_best else (NO_IDS, NO_IDS)
         adapters = [r.adapter for r in requests]
         batch = Batch(
             request_ids=[r.request_id for r in requests],
@@ -102,7 +105,9 @@ class BatchBuilder:
             adapters=adapters if any(adapters) else [],
             requests=requests,
             logits_requests=logits_requests,
-            wants_best=self.may_want_best and all(r.takes_best and r.lockstep is None for r in logits_requests),
+            wants_best=self.may_want_best and take_best,
+            banned_rows=banned_rows,
+            banned_ids=banned_ids,
         )
         is_decode = end == size == len(logits_requests) and drafts is None
         self._last = batch if is_decode else None
@@ -145,7 +150,27 @@ class BatchBuilder:
                 block, offset = divmod(computed, block_size)
                 slot_mapping[row] = request.block_table[block] * block_size + offset
         batch.wants_best = self._last_wants_best
+        if batch.banned_ids.size:
+            self._num_banning -= 1
+            if self._num_banning < 0:
+                batch.banned_rows, batch.banned_ids = self._ban(batch.logits_requests)
         return batch
+
+    def _ban(self, requests: list[Request]) -> tuple[np.ndarray, np.ndarray]:
+        """Rows of logits, and ids that would end these rows before their minimum."""
+        rows: list[int] = []
+        ids: list[int] = []
+        self._num_banning = 1 << 62
+        before, depth = None, 0
+        for row, request in enumerate(requests):
+            depth = depth + 1 if request is before else 0  # drafts before the token that this row chooses
+            before = request
+            missing = request.sampling.min_new_tokens - request.num_output_tokens - depth
+            if missing > 0 and request.eos_token_ids:
+                rows += [row] * len(request.eos_token_ids)
+                ids += request.eos_token_ids
+                self._num_banning = min(self._num_banning, missing - 1)
+        return (np.array(rows, dtype=np.int64), np.array(ids, dtype=np.int64)) if rows else (NO_IDS, NO_IDS)
 
     def with_drafts(self, batch: Batch, drafts: DraftTokens) -> Batch:
         """Pack a batch again with draft tokens at the end of its rows."""

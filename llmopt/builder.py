@@ -178,6 +178,9 @@ class _Builder:
             if stage in make:
                 self._stage(stage, make[stage])
         builder.may_want_best = self._accepts_best()
+        pipeline.has_own_threads = any(
+            getattr(made, "has_own_threads", False) for made in self.registry.chains["execute"].objects
+        )
         pipeline.max_model_len, pipeline.max_num_requests = context.max_model_len, max_num_requests
         pipeline.block_pool, pipeline.kv_cache, pipeline.queue = pool, kv, queue
         pipeline.batch_builder = builder

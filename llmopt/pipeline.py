@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from llmopt import recovery
-from llmopt.batch import StepOutput
+from llmopt.batch import BestTokens, StepOutput
 from llmopt.errors import PipelineClosedError, RequestAbortedError, RequestError, UnsupportedModelError
 from llmopt.request import Request, RequestStatus
 from llmopt.step_lock import StepLock
+from llmopt.threads import one_torch_thread
 
 if TYPE_CHECKING:
     from types import SimpleNamespace
@@ -75,6 +76,7 @@ class InferencePipeline:
     block_pool: BlockPool
     kv_cache: KVCache
     batch_builder: BatchBuilder
+    has_own_threads: bool  # `execute` does not compute on torch's threads, which would be in its way
     notes: list[str]  # what `build` decided that a user should know
 
     tokenize: Tokenize
@@ -99,6 +101,7 @@ class InferencePipeline:
         self._thread: threading.Thread | None = None
         self._is_closed = False
         self._is_stepping = False
+        self.has_own_threads = False
         self.has_noted_ignored = False  # whether fields of the generation config that requests ignore were warned of
         names = ("num_steps", "num_step_tokens", "num_new_tokens", "num_finished", "num_aborted", "num_errors")
         self._counts = dict.fromkeys(names, 0)
@@ -120,7 +123,11 @@ class InferencePipeline:
         batch, drafts = exchanged
         self.adapt(batch)
         logits = self.execute(batch, drafts)
-        accepted = self.verify(batch, drafts, logits, mask)
+        if self.has_own_threads and not isinstance(logits, BestTokens):
+            with one_torch_thread():
+                accepted = self.verify(batch, drafts, logits, mask)
+        else:
+            accepted = self.verify(batch, drafts, logits, mask)
         return self.commit(batch, accepted)
 
     def advance(self) -> StepOutput:

@@ -91,12 +91,13 @@ class SamplingParams:
     @property
     def changes_logits(self) -> bool:
         """Whether logits are edited before a token is chosen."""
+        return self.has_penalties or self.min_new_tokens > 0
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether logits are edited by anything but the minimum length."""
         return bool(
-            self.repetition_penalty != 1.0
-            or self.presence_penalty
-            or self.frequency_penalty
-            or self.logit_bias
-            or self.min_new_tokens
+            self.repetition_penalty != 1.0 or self.presence_penalty or self.frequency_penalty or self.logit_bias
         )
 
 
@@ -163,7 +164,7 @@ class Request:
     stop_reason: int | str | None = None  # the id or string that ended the output
     error: BaseException | None = None
     text: str = ""  # text that can no longer change, stop strings cut
-    takes_best: bool = field(init=False)  # greedy, and nothing edits the logits
+    takes_best: bool = field(init=False)  # greedy, and nothing edits the logits but `min_new_tokens`
     text_state: Any = None  # state of the detokenizer, owned by `detokenize`
     first_token_s: float | None = None  # time stamps of time.perf_counter()
     finished_s: float | None = None
@@ -174,7 +175,7 @@ class Request:
         self.token_ids[: prompt.size] = prompt
         self.num_tokens = int(prompt.size)
         params = self.sampling
-        self.takes_best = params.is_greedy and not params.changes_logits and not self.logits_processors
+        self.takes_best = params.is_greedy and not params.has_penalties and not self.logits_processors
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -175,12 +175,16 @@ class Execute(Protocol):
     def __call__(self, batch: Batch, drafts: DraftTokens | None) -> Tensor | BestTokens:
         """Run the model over the batch, write KV, and return float32 logits ``[R, vocab]``.
 
-        When the batch ``wants_best``, the best token of each row may be returned instead. It does so only where nobody
+        When the batch ``wants_best``, the best token of each row may be returned instead, chosen without those of
+        ``banned_rows`` and ``banned_ids``; in logits they are left to `Verify`. It does so only where nobody
         looks at logits: there is no `LogitsMask`, and every plugin's stage that wraps `execute`, or stands in `verify`,
         has an attribute ``accepts_best = True``. The result is only valid until the next call.
 
         Requests with ``media`` only come to a stage that has an attribute ``takes_media = True``, as the baseline's;
         one that cannot run such rows itself hands them to ``context.baseline.execute``, which uses the same blocks.
+
+        An executor that computes on threads of its own has an attribute ``has_own_threads = True``: `verify` then runs
+        on one thread of torch, because the others would spin on the CPUs that the next step needs.
 
         An executor with weights of its own may say how many bytes of them a step reads, as ``weight_bytes``, and of
         which type their products are, as ``weight_dtype`` (``"int8"``): `llmopt.roofline` asks.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+import torch
+
 from llmopt.batch import AcceptedTokens, Batch, BestTokens, DraftTokens
 from llmopt.ops.argmax import argmax
 from llmopt.sampler import Row, not_finite, sample
@@ -57,6 +59,11 @@ class BaselineVerify:
         for request in requests:
             if not request.takes_best or request.lockstep is not None:
                 return None
+        if batch.banned_ids.size:
+            inside = (batch.banned_ids >= 0) & (batch.banned_ids < logits.shape[-1])
+            rows, ids = (torch.from_numpy(a[inside]).to(logits.device) for a in (batch.banned_rows, batch.banned_ids))
+            with torch.inference_mode():  # logits may have been made in this mode
+                logits[rows, ids] = -math.inf
         tokens, values = argmax(logits)
         if not all(map(math.isfinite, values)):
             return None

@@ -54,8 +54,8 @@ FIELDS: dict[str, Served] = {
     # length
     "max_length": _native("limits prompt and output together"),
     "max_new_tokens": _native("limits the output; wins over max_length"),
-    "min_length": _lockstep("end tokens are masked until prompt and output have this length"),
-    "min_new_tokens": _lockstep("end tokens are masked until the output has this length"),
+    "min_length": _native("end tokens are masked until prompt and output have this length"),
+    "min_new_tokens": _native("end tokens are masked until the output has this length"),
     "early_stopping": _no_effect("only read in beam search, which falls back"),
     "max_time": _lockstep("checked after each step; ends all rows"),
     "stop_strings": _lockstep("needs tokenizer="),

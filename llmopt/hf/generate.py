@@ -4,7 +4,7 @@ transformers prepares the call (inputs, configuration, processors, criteria, war
 engine through its ``custom_generate`` argument. What the engine does not do goes to the model's own loop, for this
 call, with the reason noted:
 
-    native      greedy rows without processors: independent, each leaves when it is finished
+    native      greedy rows, nothing edits logits but a minimum length: independent, each leaves when it is finished
     lockstep    processors, criteria, sampling, streamers, scores: rows choose together, see `llmopt.hf.lockstep`
     fall-back   beams, assisted decoding, attentions, caches of the caller, ...: `why_not`
 """

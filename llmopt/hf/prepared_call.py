@@ -217,7 +217,7 @@ class PreparedCall:
     def _requests(self, prompts: list[list[int]], number: int) -> list[Request]:
         copies = self.config.num_return_sequences or 1
         eos = frozenset(i for c in self.criteria if isinstance(c, EosTokenCriteria) for i in c.eos_token_id.tolist())
-        sampling = SamplingParams(max_new_tokens=self.num_new)
+        sampling = SamplingParams(max_new_tokens=self.num_new, min_new_tokens=min(self._min_new() or 0, self.num_new))
         requests: list[Request] = []
         vocab_size = self.pipeline.capabilities.vocab_size
         for row, prompt in enumerate(prompts):
@@ -237,11 +237,27 @@ class PreparedCall:
             )
         return requests
 
+    def _min_new(self) -> int | None:
+        """New tokens before an end token may come; None when a processor does anything else."""
+        minimum = 0
+        eos = {i for c in self.criteria if isinstance(c, EosTokenCriteria) for i in c.eos_token_id.tolist()}
+        for processor in self.processors:
+            if type(processor) is builtin_processors.MinLengthLogitsProcessor:
+                length = processor.min_length  # of a row with its left pads
+            elif type(processor) is builtin_processors.MinNewTokensLengthLogitsProcessor:
+                length = processor.prompt_length_to_skip + processor.min_new_tokens
+            else:
+                return None
+            if set(processor.eos_token_id.tolist()) != eos:
+                return None
+            minimum = max(minimum, length - self.width)
+        return minimum
+
     def _group(self, requests: list[Request]) -> LockstepGroup | None:
         """The group that chooses the tokens; None when greedy rows can go on their own."""
         simple = {MaxLengthCriteria, EosTokenCriteria}
         if (
-            not self.processors
+            self._min_new() is not None
             and not self.config.do_sample
             and self.streamer is None
             and not self.config.return_dict_in_generate

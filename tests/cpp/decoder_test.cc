@@ -621,6 +621,58 @@ TEST(Decoder, OnlyWantedRowsAndTheBestAloneAgreeWithAllLogits) {
   }
 }
 
+TEST(Decoder, ABannedTokenIsNeverTheBestOfItsRow) {
+  Options options;
+  options.vocab = 9000;
+  Model model(options);
+  const std::vector<int64_t> wanted = {3, 4, 11};
+  for (const int num_threads : {1, 3}) {
+    std::vector<int64_t> banned_rows, banned_ids;
+    std::vector<std::vector<float>> rows(3);
+    for (int round = 0; round < 4; ++round) {
+      Runner runner(model, {12}, num_threads);
+      runner.plan({{0, 12}});
+      std::vector<float> logits(3 * options.vocab), values(3);
+      std::vector<int64_t> best(3);
+      runner.decoder->step({runner.token_ids, runner.positions, wanted, round == 0 ? logits.data() : nullptr,
+                            best.data(), values.data(), banned_rows, banned_ids},
+                           runner.step_plan);
+      for (int row = 0; row < 3; ++row) {
+        if (round == 0)
+          rows[row].assign(logits.begin() + row * options.vocab, logits.begin() + (row + 1) * options.vocab);
+        const Best expected = argmax(rows[row].data(), options.vocab);
+        EXPECT_EQ(best[row], expected.index);
+        EXPECT_NEAR(values[row], expected.value, 1e-5);
+        if (row == 1) continue;  // its neighbours are banned from more in each round
+        banned_rows.push_back(row);
+        banned_ids.push_back(best[row]);
+        rows[row][best[row]] = -std::numeric_limits<float>::infinity();
+      }
+      for (const int64_t outside : {int64_t{-1}, int64_t{options.vocab}, int64_t{1} << 60}) {
+        banned_rows.push_back(1);
+        banned_ids.push_back(outside);
+      }
+    }
+  }
+}
+
+TEST(Decoder, BannedRowsThatDoNotExistAreRefused) {
+  Model model(Options{});
+  const std::vector<int64_t> wanted = {4}, ids = {0};
+  int64_t best = -1;
+  for (const int64_t row : {-1, 1}) {
+    const std::vector<int64_t> rows = {row};
+    Runner runner(model, {5}, 1);
+    runner.plan({{0, 5}});
+    EXPECT_THROW(runner.decoder->step({runner.token_ids, runner.positions, wanted, nullptr, &best, nullptr, rows, ids},
+                                      runner.step_plan),
+                 std::out_of_range);
+    EXPECT_THROW(runner.decoder->step({runner.token_ids, runner.positions, wanted, nullptr, &best, nullptr, rows, {}},
+                                      runner.step_plan),
+                 std::invalid_argument);
+  }
+}
+
 TEST(Decoder, OfEqualLogitsTheFirstIsTheBestAndTheFirstNanIsReported) {
   Options options;
   options.vocab = 700;

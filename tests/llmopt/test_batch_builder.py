@@ -136,16 +136,59 @@ def test_a_moved_block_table_is_noticed_between_two_decodes() -> None:
 def test_a_batch_survives_the_way_to_another_rank(adapter: str | None) -> None:
     requests = [at(7, 0, name="ä \n b"), at(3, 4, 2, name="c", first_block=40)]
     requests[1].adapter = adapter
-    sent = BatchBuilder(BLOCK).build(requests, [5, 1])
+    requests.append(request([1, 2], "d", min_new_tokens=3, stop_token_ids=(5, 6)))
+    requests[2].block_table = [80]
+    sent = BatchBuilder(BLOCK).build(requests, [5, 1, 2])
+    assert sent.banned_ids.size == 2
     received = Batch.from_bytes(sent.to_bytes())
     for name in ("token_ids", "positions", "cu_seqlens_q", "seq_lens", "block_tables", "slot_mapping",
-                 "logits_indices", "slots", "num_drafts", "num_scheduled"):  # fmt: skip
+                 "logits_indices", "slots", "num_drafts", "num_scheduled", "banned_rows", "banned_ids"):  # fmt: skip
         mine, theirs = getattr(sent, name), getattr(received, name)
         assert np.array_equal(mine, theirs)
         assert mine.dtype == theirs.dtype
     assert received.request_ids == sent.request_ids
-    assert received.adapters == ([] if adapter is None else [None, "poet"])
+    assert received.adapters == ([] if adapter is None else [None, "poet", None])
     assert received.requests == []
+
+
+def bans(batch: Batch) -> list[tuple[int, int]]:
+    return sorted(zip(batch.banned_rows.tolist(), batch.banned_ids.tolist(), strict=True))
+
+
+def test_ids_that_would_end_a_row_before_its_minimum_are_banned_from_it_alone() -> None:
+    builder = BatchBuilder(BLOCK)
+    free = request([1, 2, 3], "free", max_new_tokens=9, stop_token_ids=(7,))
+    long = request([1, 2, 3], "long", max_new_tokens=9, min_new_tokens=4, stop_token_ids=(7, 8))
+    short = request([1, 2, 3], "short", max_new_tokens=9, min_new_tokens=2, stop_token_ids=(9,))
+    rows = [free, long, short]
+    seen = []
+    for made in rows:
+        made.block_table = [0, 2, 4]
+    for step in range(6):
+        batch = builder.build(rows, [3 if step == 0 else 1] * 3)
+        assert batch.num_tokens == (9 if step == 0 else 3)
+        seen.append(bans(batch))
+        for made in rows:
+            made.num_computed_tokens = made.num_tokens
+            made.append(50 + step)
+    both = [(1, 7), (1, 8), (2, 9)]
+    assert seen == [both, both, both[:2], both[:2], [], []]
+
+
+def test_rows_of_drafts_are_banned_from_ending_as_far_as_the_minimum_reaches() -> None:
+    made = request([1, 2, 3], max_new_tokens=9, min_new_tokens=3, stop_token_ids=(7,))
+    made.append(60)
+    made.num_computed_tokens, made.block_table = 3, [0, 2, 4]
+    batch = BatchBuilder(BLOCK).build([made], [1], DraftTokens(np.array([[61, 62, 63]]), np.array([3], dtype=np.int32)))
+    assert bans(batch) == [(0, 7), (1, 7)]
+
+
+def test_nothing_is_banned_where_a_row_needs_logits() -> None:
+    greedy = request([1, 2], "a", min_new_tokens=3, stop_token_ids=(7,))
+    drawn = request([1, 2], "b", min_new_tokens=3, stop_token_ids=(7,), temperature=1.0)
+    for made in (greedy, drawn):
+        made.block_table = [0, 2, 4]
+    assert bans(BatchBuilder(BLOCK).build([greedy, drawn], [2, 2])) == []
 
 
 def test_a_pool_without_kv_gives_slots_of_minus_one() -> None:

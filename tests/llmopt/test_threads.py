@@ -6,9 +6,10 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from llmopt.errors import ConfigError
-from llmopt.threads import num_native_threads
+from llmopt.threads import num_native_threads, one_torch_thread
 
 
 @pytest.fixture(autouse=True)
@@ -89,3 +90,17 @@ def test_an_option_below_one_is_refused() -> None:
 def test_cpus_that_somebody_counted_are_not_counted_again() -> None:
     assert num_native_threads(num_cpus=6) == 5
     assert num_native_threads(num_cpus=1) == 1
+
+
+def test_torch_has_one_thread_inside_and_its_number_back_after_an_error() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with one_torch_thread():
+            assert torch.get_num_threads() == 1
+        assert torch.get_num_threads() == 3
+        with pytest.raises(IndexError), one_torch_thread():
+            torch.zeros(1)[2]
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)

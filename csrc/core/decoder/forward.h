@@ -38,6 +38,12 @@ struct Block {
   bool is_own = false;      // no other thread works on these rows
 };
 
+// A token that a row of logits may not choose.
+struct Banned {
+  int64_t id;
+  int64_t row;
+};
+
 // What a thread keeps between steps, and the block it is working on.
 struct Worker {
   int thread = 0, size = 1;
@@ -133,6 +139,7 @@ class Forward {
   InputSet shared_inputs_;                  // rows converted by all threads
   InputSet shared_products_;                // outputs of `up` in the form that `down` reads
   InputSet head_inputs_;                    // [R, hidden]
+  std::vector<Banned> banned_;              // by token id
   Array<float> residual_;                   // [T, hidden]
   Array<float> branch_;                     // [T, hidden] what a norm looks at before it joins the residual stream
   Array<float> qkv_, mlp_;                  // [T, ...] of shared blocks

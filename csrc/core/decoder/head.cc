@@ -1,6 +1,9 @@
 // The end of a step: the rows whose logits are wanted, the final norm, the head, and the best token of each row.
 #include <algorithm>
 #include <cmath>
+#include <limits>
+#include <stdexcept>
+#include <string>
 
 #include "core/decoder/forward.h"
 
@@ -22,6 +25,20 @@ Best better(const Best& a, const Best& b) {
 void Forward::prepare_head() {
   const auto rows = static_cast<int64_t>(inputs_.logits_indices.size());
   if (rows > 0 && (inputs_.logits || inputs_.best)) prepare_shared(spec_.head.weight, rows, head_inputs_);
+  const auto banned_rows = inputs_.banned_rows, banned_ids = inputs_.banned_ids;
+  if (banned_rows.size() != banned_ids.size()) {
+    throw std::invalid_argument(std::to_string(banned_rows.size()) + " banned_rows and " +
+                                std::to_string(banned_ids.size()) + " banned_ids; one of each makes a pair.");
+  }
+  banned_.clear();
+  for (size_t i = 0; i < banned_rows.size(); ++i) {
+    if (banned_rows[i] < 0 || banned_rows[i] >= rows) {
+      throw std::out_of_range("banned_rows[" + std::to_string(i) + "] is " + std::to_string(banned_rows[i]) +
+                              ", there are " + std::to_string(rows) + " rows of logits.");
+    }
+    banned_.push_back({banned_ids[i], banned_rows[i]});
+  }
+  std::ranges::sort(banned_, {}, &Banned::id);
 }
 
 void Forward::head(Worker& worker) {
@@ -55,14 +72,20 @@ void Forward::head(Worker& worker) {
     output.bias = spec_.head.bias ? spec_.head.bias + first : nullptr;
     output.scale = spec_.logit_scale;
     linear(part, buffer.rows(), output, 0, count, worker.scratch);
-    if (spec_.logit_softcap == 0 && !inputs_.best) continue;
+    auto banned = std::ranges::lower_bound(banned_, first, {}, &Banned::id);
+    const auto banned_end = std::ranges::lower_bound(banned, banned_.end(), first + columns, {}, &Banned::id);
+    const bool is_capped = spec_.logit_softcap > 0;
+    for (int64_t i = 0; is_capped && i < rows; ++i) {
+      kernels_.softcap(logits + i * output.row_stride, columns, spec_.logit_softcap);
+    }
+    for (; banned != banned_end; ++banned) {
+      logits[banned->row * output.row_stride + banned->id - first] = -std::numeric_limits<float>::infinity();
+    }
+    if (!inputs_.best) continue;
     const bool is_first = worker.best.empty();
     if (is_first) worker.best.resize(rows);
     for (int64_t i = 0; i < rows; ++i) {
-      float* row = logits + i * output.row_stride;
-      if (spec_.logit_softcap > 0) kernels_.softcap(row, columns, spec_.logit_softcap);
-      if (!inputs_.best) continue;
-      Best best = argmax(row, columns);
+      Best best = argmax(logits + i * output.row_stride, columns);
       best.index += first;
       worker.best[i] = is_first ? best : better(worker.best[i], best);
     }

@@ -21,6 +21,10 @@ struct DecoderInputs {
   float* logits = nullptr;                  // [R, vocab_size] float32, or null: only the best of each row
   int64_t* best = nullptr;                  // [R] index of the largest logit; null: not wanted
   float* best_values = nullptr;             // [R] that logit
+  // Tokens that may not be chosen: logits[banned_rows[k], banned_ids[k]] is -inf. Ids outside the vocabulary do no
+  // harm.
+  std::span<const int64_t> banned_rows = {};  // [K] below R
+  std::span<const int64_t> banned_ids = {};   // [K]
 };
 
 // The spec is checked when the decoder is made: sizes that do not fit together throw std::invalid_argument.

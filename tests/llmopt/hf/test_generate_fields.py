@@ -58,9 +58,18 @@ CASES = [
     Case("max_length", 12, "native"),
     Case("max_new_tokens", 9, "native"),
     Case("max_new_tokens", 1, "native"),
-    Case("min_length", 15, beside={"eos_token_id": [16, 31, 45]}),
-    Case("min_new_tokens", 8, beside={"eos_token_id": [16, 31, 45]}),
-    Case("min_new_tokens", 50, beside={"eos_token_id": [16, 31, 45]}),  # never reached: a warning
+    Case("min_length", 15, "native", {"eos_token_id": [16, 31, 45]}),
+    Case("min_length", 15, beside={"eos_token_id": [16, 31, 45], **SAMPLED}),
+    Case("min_length", 2, "native", {"eos_token_id": [16, 31, 45]}),  # shorter than the prompt
+    Case("min_length", 15, "native", {"eos_token_id": [16, 31, 45]}, rows=1),
+    Case("min_length", 12, "native", {"eos_token_id": [16, 31, 45], "min_new_tokens": 8}),
+    Case("min_new_tokens", 8, "native", {"eos_token_id": [16, 31, 45]}),
+    Case("min_new_tokens", 8, "native", {"eos_token_id": [16, 31, 45]}, rows=1),
+    Case("min_new_tokens", 4, "native", {"eos_token_id": [-1, 16, 31, 10**6]}),
+    Case("min_new_tokens", 8, beside={"eos_token_id": [16, 31, 45], "repetition_penalty": 1.3}),
+    Case("min_new_tokens", 8, beside={"eos_token_id": [16, 31, 45], **SAMPLED}),
+    Case("min_new_tokens", 8, beside={"eos_token_id": [16, 31, 45], **DICT}),
+    Case("min_new_tokens", 50, "native", {"eos_token_id": [16, 31, 45]}),  # never reached: a warning
     Case("early_stopping", True, "native"),
     Case("max_time", 1000.0),
     Case("max_time", 1e-9),  # over after the first token

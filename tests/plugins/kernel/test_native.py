@@ -297,3 +297,49 @@ def test_two_pipelines_of_one_model_do_not_disturb_each_other() -> None:
         found = [handle.result().token_ids for _, handle in handles]
     assert found[0::2] == wanted
     assert found[1::2] == wanted
+
+
+# -- how tokens are chosen -------------------------------------------------------------------------------------------
+@pytest.mark.native
+def test_a_minimum_length_is_kept_without_logits() -> None:
+    model = tiny_model("llama")
+    ids = torch.tensor([p[:2] for p in PROMPTS])
+    with llmopt.build(model, [Native(threads=2)]) as pipe:
+        free = pipe.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=-1)
+        ends = sorted(set(free[:, 2:5].flatten().tolist()))  # each row would end soon
+        options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": ends, "pad_token_id": 0}
+        for minimum in ({"min_new_tokens": 7}, {"min_length": 6}, {"min_new_tokens": 12}):
+            wanted = model.generate(ids, **options, **minimum)
+            is_best: list[bool] = []
+            step = pipe.execute._step
+            pipe.execute._step = lambda *a, step=step, seen=is_best: (seen.append(a[5:6] == (True,)), step(*a))[1]
+            assert torch.equal(pipe.generate(ids, **options, **minimum), wanted)
+            pipe.execute._step = step
+            assert is_best
+            assert all(is_best)
+        outputs = pipe.batch(ids.tolist(), max_new_tokens=12, min_new_tokens=7, stop_token_ids=ends, progress=False)
+    with llmopt.build(model) as pipe:
+        plain = pipe.batch(ids.tolist(), max_new_tokens=12, min_new_tokens=7, stop_token_ids=ends, progress=False)
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in plain]
+
+
+@pytest.mark.native
+def test_tokens_are_chosen_on_one_thread_of_torch() -> None:
+    seen: list[int] = []
+
+    def look(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        seen.append(torch.get_num_threads())
+        return scores
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        model = tiny_model("llama")
+        for plugins, count in (([Native(threads=2)], 1), ([], 2)):
+            with llmopt.build(model, plugins) as pipe:
+                pipe.generate(torch.tensor([[5, 6]]), max_new_tokens=3, eos_token_id=-1, logits_processor=[look])
+                assert torch.get_num_threads() == 2
+                assert seen == [count] * 3
+                seen.clear()
+    finally:
+        torch.set_num_threads(before)

@@ -36,6 +36,7 @@ class NativeExecute:
     """
 
     takes_media = True
+    has_own_threads = True
 
     def __init__(
         self,
@@ -88,9 +89,10 @@ class NativeExecute:
         self._counts["num_steps"] += 1
         self._update(batch.block_tables, batch.seq_lens, batch.cu_seqlens_q, batch.slot_mapping)
         if batch.wants_best:
-            return BestTokens(
-                *self._step(self._plan, batch.token_ids, batch.positions, batch.logits_indices, want_best=True)
-            )
+            tokens = (batch.token_ids, batch.positions, batch.logits_indices)
+            if not batch.banned_ids.size:
+                return BestTokens(*self._step(self._plan, *tokens, 0, True))
+            return BestTokens(*self._step(self._plan, *tokens, 0, True, batch.banned_rows, batch.banned_ids))
         self._step(self._plan, batch.token_ids, batch.positions, batch.logits_indices, rows.data_ptr())
         return rows
 
