@@ -125,14 +125,15 @@ class BatchBuilder:
         assert last is not None
         if len(requests) != len(last.requests):
             return False
+        lengths, slots = last.seq_lens.tolist(), last.slots.tolist()
         for row, (request, before) in enumerate(zip(requests, last.requests, strict=True)):
             if (
                 request is not before
                 or num_scheduled[row] != 1
-                or request.num_computed_tokens != self._seq_lens[row]
+                or request.num_computed_tokens != lengths[row]
                 or request.block_table is not self._tables[row]
                 or len(request.block_table) != self._widths[row]
-                or request.slot != self._slots[row]
+                or request.slot != slots[row]
             ):
                 return False
         return True

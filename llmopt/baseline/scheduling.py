@@ -98,14 +98,17 @@ class BaselineSchedule:
     def __call__(self, queue: RequestQueue) -> Batch | None:
         budget = self.max_tokens_per_step
         num_preemptions = self.num_preemptions
+        allocate, num_lookahead = self.allocate, self.num_lookahead
         chosen: dict[Request, int] = {}
         for request in list(queue.running):
             if request.status is not RequestStatus.RUNNING or budget <= 0:
                 continue
-            num_new = self._fit(request, budget, bool(chosen))
+            num_new = request.num_tokens - request.num_computed_tokens
+            if num_new != 1 or request.companions is not None:  # a decode always fits
+                num_new = self._fit(request, budget, bool(chosen))
             if num_new == 0:
                 continue  # waits for the rest of its group, or does not fit this step
-            if not self._make_room(request, num_new, queue, chosen):
+            if not allocate(request, num_new + num_lookahead) and not self._make_room(request, num_new, queue, chosen):
                 continue
             chosen[request] = num_new
             budget -= num_new
@@ -128,7 +131,7 @@ class BaselineSchedule:
         return 0 if has_company else behind
 
     def _make_room(self, request: Request, num_new: int, queue: RequestQueue, chosen: dict[Request, int]) -> bool:
-        """Allocate for a running request; pre-empt from the end of the line while blocks are short."""
+        """Pre-empt from the end of the line until a running request has its blocks; False when it went itself."""
         while not self.allocate(request, num_new + self.num_lookahead):
             victim = queue.running[-1]
             chosen.pop(victim, None)
@@ -265,6 +268,15 @@ class BaselineCommit:
             for token_id in token_ids:
                 request.append(token_id)
             return len(token_ids)
+        if len(token_ids) == 1 and not request.wants_text:  # the short way of most tokens
+            (token_id,) = token_ids
+            request.append(token_id)
+            if token_id in request.eos_token_ids:
+                request.stop_reason = token_id
+                request.finish("stop")
+            elif request.num_tokens >= request.max_len:
+                request.finish("length")
+            return 1
         for count, token_id in enumerate(token_ids, start=1):
             request.append(token_id)
             if token_id in request.eos_token_ids:
