@@ -12,8 +12,9 @@ CPP_SOURCES := $(filter %.cc %.cpp %.h %.hpp %.cu %.cuh,$(NATIVE_SOURCES))
 PYTEST_ARGS ?= -n 2
 MODEL ?= demo
 BENCH_ARGS ?=
+SANITIZE_OPTIONS := -DLLMOPT_PYTHON=OFF -DLLMOPT_TESTS=ON
 
-.PHONY: help demo test lint format bench clean
+.PHONY: help demo test lint format sanitize bench clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -35,6 +36,15 @@ format: $(READY) ## let ruff and clang-format rewrite the sources
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(if $(CPP_SOURCES),$(BIN)/clang-format -i $(CPP_SOURCES),@true)
+
+# Only the library and its tests; the tests of the thread team are those that threads meet in.
+sanitize: $(READY) ## C++ tests with the address, undefined-behaviour and thread sanitizers (compiles for many minutes)
+	$(BIN)/cmake -S csrc -B build/sanitize-address $(SANITIZE_OPTIONS) -DLLMOPT_SANITIZE=address,undefined
+	$(BIN)/cmake --build build/sanitize-address --parallel 2
+	$(BIN)/ctest --test-dir build/sanitize-address --output-on-failure
+	$(BIN)/cmake -S csrc -B build/sanitize-thread $(SANITIZE_OPTIONS) -DLLMOPT_SANITIZE=thread
+	$(BIN)/cmake --build build/sanitize-thread --parallel 2 --target llmopt_tests
+	build/sanitize-thread/tests/llmopt_tests --gtest_filter='*ThreadTeam*:Parallel*'
 
 bench: $(READY) ## compare model.generate, the plain pipeline and plugins (MODEL=..., BENCH_ARGS="--quick")
 	$(BIN)/llmopt bench $(MODEL) $(BENCH_ARGS)
