@@ -20,6 +20,12 @@ def name_of(plugin: type) -> str:
     return info_of(plugin).name
 
 
+@pytest.fixture(autouse=True)
+def _one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    # steps of the tiny model are nothing but meetings, and two tests at once have no core for each other's threads
+    monkeypatch.setenv("LLMOPT_NUM_THREADS", "1")
+
+
 def company_of(plugin: type) -> list[type]:
     """Every pair meets in one of its checks, in both orders: that of the one listed first, or slower to build."""
     if not info_of(plugin).in_company:
