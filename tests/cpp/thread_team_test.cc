@@ -59,7 +59,7 @@ TEST_P(ThreadTeamOfSize, TheCallerIsThreadZero) {
 // Plain memory: a barrier that let a thread through early, or did not publish, shows as a wrong sum (and in the thread
 // sanitizer).
 TEST_P(ThreadTeamOfSize, WhatWasWrittenBeforeABarrierIsSeenAfterIt) {
-  const int num_barriers = GetParam() <= num_cpus() ? 100000 : 2000;
+  const int num_barriers = GetParam() <= num_cpus() ? 20000 : 300;
   ThreadTeam team(threads(GetParam()));
   struct alignas(64) Cell {
     int64_t value = 0;
@@ -81,7 +81,7 @@ TEST_P(ThreadTeamOfSize, WhatWasWrittenBeforeABarrierIsSeenAfterIt) {
 TEST_P(ThreadTeamOfSize, WhatTheThreadsWroteIsSeenByTheCallerAndByTheNextRun) {
   ThreadTeam team(threads(GetParam()));
   std::vector<int> values(1000);
-  const int num_runs = GetParam() <= num_cpus() ? 20000 : 1000;
+  const int num_runs = GetParam() <= num_cpus() ? 5000 : 200;
   for (int round = 1; round <= num_runs; ++round) {
     team.run([&](int thread, int size) {
       // Each run shifts the ranges, so that threads read what others wrote.
