@@ -49,7 +49,7 @@ class KernelConfig:
     # how a kernel that packs weights stores them; set by a plugin that states the loss
     weight_bits: int | None = None  # bits per weight; None: as the model has them
     head_bits: int | None = None  # bits per weight of the output head; None: as the others
-    weight_group_size: int = 32  # weights that share a scale; 0: all of one output (8 bits only)
+    weight_group_size: int = 0  # weights that share a scale; 0: all of one output with 8 bits, 32 with 4
     weight_minimum: bool | None = None  # whether groups have a minimum beside the scale; None: where it is worth it
 
 

@@ -89,9 +89,10 @@ std::vector<double> input_row(const InputRows& rows, int64_t index) {
       std::memcpy(&half, data + 2 * k, 2);
       values[k] = from_bfloat16(half);
     } else {
-      const float scale =
-          rows.form == InputForm::kInt8Token ? rows.scales[index] : rows.scales[index * rows.scale_stride + k / 32];
-      values[k] = static_cast<double>(scale) * static_cast<int8_t>(data[k]);
+      const bool is_token = rows.form == InputForm::kInt16Token;
+      const double scale = is_token ? rows.scales[index] : rows.scales[index * rows.scale_stride + k / 32];
+      const int value = static_cast<int8_t>(data[k]);
+      values[k] = scale * (is_token ? 128 * value + static_cast<int8_t>(data[rows.row_bytes / 2 + k]) : value);
     }
   }
   return values;
@@ -218,6 +219,42 @@ TEST(IntLinear, ExtremeValuesDoNotSaturate) {
   }
 }
 
+// The largest sums that 32 bits have to hold: every weight and every value of x is at its limit.
+TEST(IntLinear, Int8HoldsTheSumsOfAsManyInputsAsItAccepts) {
+  const MatrixShape shape{WeightFormat::kInt8, 16, 65536};
+  for (const float sign : {1.0f, -1.0f}) {
+    std::vector<float> weights(shape.num_outputs * shape.num_inputs, 1.0f);
+    const Packed packed(shape, weights.data());
+    for (const int64_t rows : {1, 6, 20}) {
+      const std::vector<float> values(rows * shape.num_inputs, sign);
+      InputBuffer buffer;
+      fill(buffer, shape, rows, values.data());
+      const float want = sign * 65536 * packed.row(0)[0];
+      for (const float y : multiply(packed.matrix, buffer.rows())) ASSERT_NEAR(y, want, 0.1);
+    }
+  }
+}
+
+// Rounding x to 15 bits is what is left of the error when the weights are whole numbers.
+TEST(IntLinear, Int8LosesLittleMoreThanItsWeightsDo) {
+  std::mt19937 random(11);
+  const MatrixShape shape{WeightFormat::kInt8, 32, 576};
+  const Packed packed(shape, normal_values(random, shape.num_outputs * shape.num_inputs).data());
+  const auto values = normal_values(random, shape.num_inputs);
+  InputBuffer buffer;
+  fill(buffer, shape, 1, values.data());
+  const auto out = multiply(packed.matrix, buffer.rows());
+  for (int64_t n = 0; n < shape.num_outputs; ++n) {
+    const auto weights = packed.row(n);
+    double want = 0, magnitude = 0;
+    for (int64_t k = 0; k < shape.num_inputs; ++k) {
+      want += static_cast<double>(weights[k]) * values[k];
+      magnitude += std::pow(weights[k] * values[k], 2);
+    }
+    ASSERT_NEAR(out[n], want, 1e-3 * std::sqrt(magnitude));
+  }
+}
+
 TEST(IntLinear, RowDoesNotDependOnTheOtherRows) {
   std::mt19937 random(3);
   for (const MatrixShape& shape : all_formats(40, 700)) {
@@ -252,7 +289,7 @@ TEST(IntLinear, NanInARowMakesThatRowNan) {
 
 TEST(IntInput, RowsAreWithinHalfAStepAndSumsAreTheirs) {
   std::mt19937 random(5);
-  for (const InputForm form : {InputForm::kInt8Token, InputForm::kInt8Group}) {
+  for (const InputForm form : {InputForm::kInt16Token, InputForm::kInt8Group}) {
     for (int64_t inputs : {1, 15, 16, 31, 32, 100, 128, 1000}) {
       InputBuffer buffer;
       buffer.resize(form, 3, inputs);
@@ -262,27 +299,41 @@ TEST(IntInput, RowsAreWithinHalfAStepAndSumsAreTheirs) {
         const InputRows& rows = buffer.rows();
         const auto* data = reinterpret_cast<const int8_t*>(rows.data + r * rows.row_bytes);
         const auto back = input_row(rows, r);
-        const int64_t group = form == InputForm::kInt8Token ? inputs : 32;
+        const int64_t group = form == InputForm::kInt16Token ? inputs : 32;
         for (int64_t begin = 0, g = 0; begin < inputs; begin += group, ++g) {
-          const int64_t at = form == InputForm::kInt8Token ? r : r * rows.scale_stride + g;
-          int sum = 0, half = 0;
+          const int64_t at = form == InputForm::kInt16Token ? r : r * rows.scale_stride + g;
+          const bool is_token = form == InputForm::kInt16Token;
+          const int8_t* low = is_token ? data + rows.row_bytes / 2 : nullptr;
+          int sum = 0, half = 0, low_sum = 0;
           float largest = 0;
           for (int64_t k = begin; k < std::min(inputs, begin + group); ++k) {
             largest = std::max(largest, std::abs(values[k]));
             ASSERT_LE(std::abs(back[k] - values[k]), rows.scales[at] * 0.5001);
             ASSERT_GE(data[k], -127);
             sum += data[k];
+            if (is_token) {
+              ASSERT_LE(std::abs(low[k] + 0.5), 64);
+              low_sum += low[k];
+            }
             if (k < begin + 16) half += data[k];
           }
-          ASSERT_FLOAT_EQ(rows.scales[at], largest / 127);
-          ASSERT_EQ(rows.negative_sums[at], -sum);
+          ASSERT_FLOAT_EQ(rows.scales[at], largest / (is_token ? 127 * 128 + 63 : 127));
+          ASSERT_EQ(rows.negative_sums[is_token ? 2 * at : at], -sum);
+          if (is_token) {
+            ASSERT_EQ(rows.negative_sums[2 * at + 1], -low_sum);
+          }
           if (form == InputForm::kInt8Group) {
             ASSERT_FLOAT_EQ(rows.sums[at], rows.scales[at] * static_cast<float>(sum));
             ASSERT_EQ(rows.negative_half_sums[2 * at], -half);
             ASSERT_EQ(rows.negative_half_sums[2 * at + 1], half - sum);
           }
         }
-        for (int64_t k = inputs; k < (inputs + 127) / 128 * 128; ++k) ASSERT_EQ(data[k], 0);
+        for (int64_t k = inputs; k < (inputs + 127) / 128 * 128; ++k) {
+          ASSERT_EQ(data[k], 0);
+          if (form == InputForm::kInt16Token) {
+            ASSERT_EQ(data[rows.row_bytes / 2 + k], 0);
+          }
+        }
       }
     }
   }

@@ -51,10 +51,12 @@ std::byte* LinearScratch::at_least(size_t bytes, int which) {
 void InputBuffer::resize(InputForm form, int64_t num_rows, int64_t num_inputs) {
   const int64_t padded = round_up(num_inputs, kRowPadding);
   // An odd number of cache lines per row: the rows of a tile then fall into different sets of the cache.
-  const int64_t row_bytes = (padded * value_bytes(form) / kLine | 1) * kLine;
+  // So do the planes of kInt16Token.
+  const int64_t planes = form == InputForm::kInt16Token ? 2 : 1;
+  const int64_t row_bytes = (padded * value_bytes(form) / kLine | 1) * kLine * planes;
   const int64_t rows_bytes = round_up(num_rows, kTileRows) * row_bytes;
   const int64_t scale_stride = form == InputForm::kInt8Group ? padded / kInputGroup : 0;
-  const int64_t num_scales = form == InputForm::kInt8Token ? num_rows : num_rows * scale_stride;
+  const int64_t num_scales = form == InputForm::kInt16Token ? num_rows * planes : num_rows * scale_stride;
   const int64_t scale_bytes = round_up(num_scales * static_cast<int64_t>(sizeof(float)), kLine);
   // Scales, sums, negative sums, and two negative half sums for each.
   const size_t needed = rows_bytes + 5 * scale_bytes;
@@ -92,10 +94,10 @@ void InputBuffer::fill_row(int64_t index, const float* values) {
       return;
     case InputForm::kBFloat16:
       return kernels.fill_bfloat16(values, n, padded, reinterpret_cast<uint16_t*>(row));
-    case InputForm::kInt8Token:
-      return kernels.fill_int8_token(values, n, padded, reinterpret_cast<int8_t*>(row),
-                                     const_cast<float*>(rows_.scales) + index,
-                                     const_cast<int32_t*>(rows_.negative_sums) + index);
+    case InputForm::kInt16Token:
+      return kernels.fill_int16_token(
+          values, n, padded, reinterpret_cast<int8_t*>(row), reinterpret_cast<int8_t*>(row + rows_.row_bytes / 2),
+          const_cast<float*>(rows_.scales) + index, const_cast<int32_t*>(rows_.negative_sums) + 2 * index);
     case InputForm::kInt8Group: {
       const int64_t at = index * rows_.scale_stride;
       return kernels.fill_int8_group(values, n, padded, reinterpret_cast<int8_t*>(row),

@@ -14,10 +14,9 @@ void add_int_kernels(Kernels& kernels) {
   kernels.int8 = multiply_int_rows<Int8Columns>;
   kernels.int8_group = multiply_int8_group;
   kernels.int4_group = multiply_int4_group;
-  kernels.fill_int8_token = fill_int8_token;
+  kernels.fill_int16_token = fill_int16_token;
   kernels.fill_int8_group = fill_int8_group;
 #if defined(__AMX_INT8__)
-  kernels.int8_tiles = multiply_int8_tiles;
   kernels.group_tiles = multiply_group_tiles;
   kernels.group_unpacked = multiply_unpacked;
 #endif

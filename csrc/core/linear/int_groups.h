@@ -122,6 +122,7 @@ void multiply_groups(const Task& task, const std::byte* panel, int64_t row, int6
 
 template <class Values, int kGroup, bool kMinimum>
 struct Groups {
+  static constexpr int kMaxRows = kIntRows;
   template <int kRows>
   static void multiply(const Task& task, const std::byte* panel, int64_t row, int64_t ahead, float* out,
                        int64_t stride) {

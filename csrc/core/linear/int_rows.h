@@ -31,14 +31,14 @@ constexpr MultiplyRows rows_of(int num_rows, std::integer_sequence<int, kIndex..
 template <class Format>
 void multiply_int_rows(const Task& task) {
   constexpr int kGroup = 2;  // panels that are finished together: gate and up
-  constexpr int kStride = kGroup * kPanelWidth;
-  alignas(64) float sums[kIntRows * kStride];
+  constexpr int kStride = kGroup * kPanelWidth, kRows = Format::kMaxRows;
+  alignas(64) float sums[kRows * kStride];
   const int64_t num_rows = task.input.num_rows;
   for (int64_t panel = task.panel_begin; panel < task.panel_end; panel += kGroup) {
     const int group = static_cast<int>(task.panel_end - panel < kGroup ? task.panel_end - panel : kGroup);
-    for (int64_t row = 0; row < num_rows; row += kIntRows) {
-      const int rows = static_cast<int>(num_rows - row < kIntRows ? num_rows - row : kIntRows);
-      const MultiplyRows multiply = rows_of<Format>(rows, std::make_integer_sequence<int, kIntRows>{});
+    for (int64_t row = 0; row < num_rows; row += kRows) {
+      const int rows = static_cast<int>(num_rows - row < kRows ? num_rows - row : kRows);
+      const MultiplyRows multiply = rows_of<Format>(rows, std::make_integer_sequence<int, kRows>{});
       for (int p = 0; p < group; ++p) {
         multiply(task, task.panel(panel + p), row, task.prefetch_bytes, sums + p * kPanelWidth, kStride);
       }

@@ -37,7 +37,7 @@ struct Kernels {
   Multiply float32 = nullptr;
   Multiply bfloat16 = nullptr;
   Multiply bfloat16_tiles = nullptr;
-  Multiply int8 = nullptr;  // input kInt8Token
+  Multiply int8 = nullptr;  // input kInt16Token
   Multiply int8_tiles = nullptr;
   Multiply int8_group = nullptr;  // kInt8Group weights, input kInt8Group
   Multiply int4_group = nullptr;
@@ -46,8 +46,8 @@ struct Kernels {
 
   // One input row: n values, then zeros up to `padded` (a multiple of 128) values.
   void (*fill_bfloat16)(const float* values, int64_t n, int64_t padded, uint16_t* row) = nullptr;
-  void (*fill_int8_token)(const float* values, int64_t n, int64_t padded, int8_t* row, float* scale,
-                          int32_t* negative_sum) = nullptr;
+  void (*fill_int16_token)(const float* values, int64_t n, int64_t padded, int8_t* high, int8_t* low, float* scale,
+                           int32_t* negative_sums) = nullptr;
   void (*fill_int8_group)(const float* values, int64_t n, int64_t padded, int8_t* row, float* scales, float* sums,
                           int32_t* negative_sums, int32_t* negative_half_sums) = nullptr;
 

@@ -77,7 +77,7 @@ InputForm input_form(const MatrixShape& shape, int64_t num_rows) {
     case WeightFormat::kBFloat16:
       return matmul::selected().bf16_form;
     case WeightFormat::kInt8:
-      return InputForm::kInt8Token;
+      return InputForm::kInt16Token;
     default:
       return matmul::unpacks_groups(num_rows) ? matmul::selected().bf16_form : InputForm::kInt8Group;
   }

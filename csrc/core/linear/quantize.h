@@ -1,4 +1,4 @@
-// Input rows to int8: round(x / scale) with scale = max |x| / 127, so -127..127. Only for kernel sources.
+// Input rows to integers: round(x / scale) with scale = max |x| / limit, so -limit..limit. Only for kernel sources.
 #pragma once
 
 #include "core/linear/int_layout.h"
@@ -23,18 +23,22 @@ struct Magnitude {
   LLMOPT_INLINE float value() const { return max_lanes(max) + sum_lanes(floats(reinterpret_cast<WordVec>(nan))); }
 };
 
-LLMOPT_INLINE float inverse_step(float magnitude) { return magnitude > 1e-30f ? 127.0f / magnitude : 0.0f; }
+constexpr float kGroupLimit = 127.0f;
+constexpr float kTokenLimit = 127 * 128 + 63;  // 128 * high + low
 
-// Writes kLanes values and returns them. |v * inverse| is at most 127 but for rounding.
-LLMOPT_INLINE IntVec quantize(Vec v, float inverse, int8_t* to) {
+LLMOPT_INLINE float inverse_step(float magnitude, float limit) { return magnitude > 1e-30f ? limit / magnitude : 0.0f; }
+
+LLMOPT_INLINE IntVec integers(Vec v, float inverse) {
   const Vec shifted = v * splat(inverse) + splat(12582912.0f);  // 1.5 * 2^23: the integer lands in the low bits
-  const IntVec q = reinterpret_cast<IntVec>(words(shifted) - 0x4b400000u);
+  return reinterpret_cast<IntVec>(words(shifted) - 0x4b400000u);
+}
+
+LLMOPT_INLINE void store_bytes(IntVec q, int8_t* to) {
 #if defined(__AVX512F__)  // GCC 12 narrows lane by lane otherwise
   _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(reinterpret_cast<__m512i>(q)));
 #else
   store(to, __builtin_convertvector(q, ByteVec));
 #endif
-  return q;
 }
 
 LLMOPT_INLINE int32_t sum_lanes(IntVec v) {
@@ -47,24 +51,34 @@ LLMOPT_INLINE int32_t sum_lanes(IntVec v) {
 #endif
 }
 
-// One scale for the row.
-void fill_int8_token(const float* values, int64_t n, int64_t padded, int8_t* row, float* scale, int32_t* negative_sum) {
+// One scale for the row. negative_sums: of high, of low
+void fill_int16_token(const float* values, int64_t n, int64_t padded, int8_t* high, int8_t* low, float* scale,
+                      int32_t* negative_sums) {
   const int64_t whole = n / kLanes * kLanes;
   const int rest = static_cast<int>(n - whole);
   Magnitude magnitude;
   for (int64_t k = 0; k < whole; k += kLanes) magnitude.take(load_as<Vec>(values + k));
   if (rest > 0) magnitude.take(load_first<Vec>(values + whole, rest));
-  const float max = magnitude.value(), inverse = inverse_step(max);
-  IntVec total{};
+  const float max = magnitude.value(), inverse = inverse_step(max, kTokenLimit);
+  IntVec high_total{}, low_total{};
+  const auto put = [&](Vec v, int64_t k) __attribute__((always_inline)) {
+    const IntVec q = integers(v, inverse), of_high = (q + 64) >> 7, of_low = q - of_high * 128;
+    store_bytes(of_high, high + k);
+    store_bytes(of_low, low + k);
+    high_total += of_high;
+    low_total += of_low;
+  };
   int64_t k = 0;
-  for (; k < whole; k += kLanes) total += quantize(load_as<Vec>(values + k), inverse, row + k);
+  for (; k < whole; k += kLanes) put(load_as<Vec>(values + k), k);
   if (rest > 0) {
-    total += quantize(load_first<Vec>(values + k, rest), inverse, row + k);
+    put(load_first<Vec>(values + k, rest), k);
     k += kLanes;
   }
-  std::memset(row + k, 0, padded - k);
-  *scale = max * (1.0f / 127.0f);
-  *negative_sum = -sum_lanes(total);
+  std::memset(high + k, 0, padded - k);
+  std::memset(low + k, 0, padded - k);
+  *scale = max * (1.0f / kTokenLimit);
+  negative_sums[0] = -sum_lanes(high_total);
+  negative_sums[1] = -sum_lanes(low_total);
 }
 
 // One scale for each 32 values; sums: scale * sum of the group's int8 values.
@@ -82,10 +96,14 @@ void fill_int8_group(const float* values, int64_t n, int64_t padded, int8_t* row
                             : Vec{};
       magnitude.take(v[i]);
     }
-    const float max = magnitude.value(), inverse = inverse_step(max), scale = max * (1.0f / 127.0f);
+    const float max = magnitude.value(), inverse = inverse_step(max, kGroupLimit), scale = max * (1.0f / kGroupLimit);
     IntVec half[2] = {};
 #pragma GCC unroll 8
-    for (int i = 0; i < kVecs; ++i) half[i * 2 / kVecs] += quantize(v[i], inverse, row + begin + i * kLanes);
+    for (int i = 0; i < kVecs; ++i) {
+      const IntVec q = integers(v[i], inverse);
+      store_bytes(q, row + begin + i * kLanes);
+      half[i * 2 / kVecs] += q;
+    }
     const int32_t first = sum_lanes(half[0]), second = sum_lanes(half[1]);
     scales[g] = scale;
     sums[g] = scale * static_cast<float>(first + second);

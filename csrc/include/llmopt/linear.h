@@ -15,25 +15,26 @@ namespace llmopt {
 enum class InputForm : uint8_t {
   kFloat32,
   kBFloat16,
-  kInt8Token,  // int8 with one scale per row: for kInt8
-  kInt8Group,  // int8 with one scale per 32 values, and the sum of each 32: for the grouped formats, few rows
+  kInt16Token,  // 15 bits with one scale per row, x = scale * (128 * high + low), high and low int8: for kInt8
+  kInt8Group,   // int8 with one scale per 32 values, and the sum of each 32: for the grouped formats, few rows
 };
 
 // The form that `matrix` is multiplied with for so many rows, with the instruction set in use.
 InputForm input_form(const MatrixShape& shape, int64_t num_rows);
 
 // Rows of x in one form. Made by InputBuffer; rows lie `row_bytes` apart, padded with zeros past num_inputs to a
-// multiple of 128 values; up to the next multiple of 16 rows memory may be read, its results are thrown away.
+// multiple of 128 values; up to the next multiple of 16 rows memory may be read, its results are thrown away. A row of
+// kInt16Token is two planes, all of high (-127..127) and, row_bytes / 2 behind it, all of low (-64..63).
 struct InputRows {
   InputForm form = InputForm::kFloat32;
   int64_t num_rows = 0;
   int64_t num_inputs = 0;
   const std::byte* data = nullptr;  // 64-byte aligned
   int64_t row_bytes = 0;
-  const float* scales = nullptr;  // kInt8Token: [num_rows]; kInt8Group: [num_rows, scale_stride]
+  const float* scales = nullptr;  // kInt16Token: [num_rows]; kInt8Group: [num_rows, scale_stride]
   const float* sums = nullptr;    // kInt8Group: scale * sum of the group's int8 values, [num_rows, scale_stride]
-  // Minus the sum of int8 values. kInt8Token: of the row, [num_rows]; kInt8Group: of the group, [num_rows,
-  // scale_stride]
+  // Minus the sum of int8 values. kInt16Token: of the planes of a row, [num_rows, 2]; kInt8Group: of the group,
+  // [num_rows, scale_stride]
   const int32_t* negative_sums = nullptr;
   const int32_t* negative_half_sums = nullptr;  // kInt8Group: the same of each 16, [num_rows, 2 * scale_stride]
   int64_t scale_stride = 0;
@@ -113,7 +114,7 @@ class TileScope {
 // Thresholds that depend on the machine. Set before the first step (autotune does); read by linear().
 struct LinearTuning {
   int tile_rows_bf16 = 5;     // from so many rows on: AMX tiles instead of dot products
-  int tile_rows_int8 = 5;     //
+  int tile_rows_int8 = 2;     // two planes of eight rows are one tile
   int tile_rows_group = 6;    //
   int unpack_rows = 80;       // grouped formats: unpack to bfloat16 and use its tiles
   int prefetch_bytes = 4096;  // how far ahead of the reading a panel is fetched

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from llmopt.config import PipelineConfig
 
 _BITS = (4, 8)
-_GROUPS = (0, 32, 64, 128)
+_GROUPS = (None, 0, 32, 64, 128)
 
 
 class WeightQuant:
@@ -36,12 +36,13 @@ class WeightQuant:
     )
 
     def __init__(
-        self, bits: int = 8, group: int = 32, head_bits: int | None = None, minimum: bool | None = None
+        self, bits: int = 8, group: int | None = None, head_bits: int | None = None, minimum: bool | None = None
     ) -> None:
-        """:param bits: per weight, 8 or 4. Activations are quantized to 8 bits as they come, in groups of 32.
-        :param group: weights that share a scale: 32, 64 or 128. With 8 bits also 0, all of one output, and then one
-            scale for the activations of a token as well: a little faster and ten times the loss.
-        :param head_bits: of the output head and the embeddings; None: 8.
+        """:param bits: per weight, 8 or 4.
+        :param group: weights that share a scale: 32, 64 or 128, with activations in 8 bits in groups of 32; with 8
+            bits also 0, all of one output, with activations in 15 bits. None: 0 with 8 bits, 32 with 4.
+        :param head_bits: of the output head and the embeddings; None: 8. Where they are not `bits`, the group is that
+            of None.
         :param minimum: with 4 bits, whether groups have a minimum beside the scale (half a bit more per weight at group
             32); None: for the matrices where it takes away a fifth of the error.
         """
@@ -53,7 +54,8 @@ class WeightQuant:
             raise ValueError(f"head_bits is 8 or 4, found {head_bits!r}")
         if minimum is not None and not isinstance(minimum, bool):
             raise ValueError(f"minimum is True, False or None, found {minimum!r}")
-        self.bits, self.group, self.head_bits, self.minimum = bits, group, head_bits, minimum
+        self.bits, self.head_bits, self.minimum = bits, head_bits, minimum
+        self.group = group if group is not None else 0 if bits == 8 else 32
 
     @hookimpl
     def llmopt_configure(self, config: PipelineConfig) -> PipelineConfig:

@@ -44,14 +44,15 @@ def loss(model: Any, plugin: WeightQuant) -> tuple[float, str]:
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "gpt2", "mixtral"])
 def test_eight_bits_lose_little_and_four_bits_more(model_type: str) -> None:
     model = tiny_packed_model(model_type)
-    coarse, told = loss(model, WeightQuant(bits=8, group=0))
-    assert " int8," in told
     eight, told = loss(model, WeightQuant(bits=8))
+    assert " int8" in told
+    assert "group" not in told
+    grouped, told = loss(model, WeightQuant(bits=8, group=32))
     assert " int8_group (groups of 32)" in told
     four, told = loss(model, WeightQuant(bits=4))
     assert "int4_group (groups of 32" in told
     assert 0 < eight < 0.03
-    assert eight < coarse < 0.05
+    assert 0 < grouped < 0.03
     assert eight < four < 0.5
 
 

@@ -29,6 +29,7 @@ _DENSE: dict[torch.dtype, Format] = {
     torch.bfloat16: "bfloat16",
     torch.float16: "float32",  # exactly; bfloat16 has too few digits
 }
+_INT4_GROUP = 32
 _SAMPLE_PANELS = 8  # panels of a matrix that decide about its minimums
 _WORTH = 0.8  # minimums cost half a bit per weight: they have to take away a fifth of the squared error
 
@@ -56,10 +57,11 @@ def _choose(plan: MatrixPlan, source: WeightSource, config: KernelConfig) -> Mat
     if bits is None or plan.role == "router":
         kinds = [_DENSE[source.dense(part.name).dtype] for part in plan.parts]
         return _sized(MatrixShape("float32" if "float32" in kinds else "bfloat16", 0, 0), plan)
-    group = config.weight_group_size
+    # a head with bits of its own has the group that goes with them
+    group = config.weight_group_size if bits == config.weight_bits else 0
     if bits == 8:
         return _sized(MatrixShape("int8_group", 0, 0, group) if group else MatrixShape("int8", 0, 0), plan)
-    shape = _sized(MatrixShape("int4_group", 0, 0, group), plan)
+    shape = _sized(MatrixShape("int4_group", 0, 0, group or _INT4_GROUP), plan)
     minimum = config.weight_minimum
     return replace(shape, has_minimum=_minimum_is_worth_it(plan, shape, source) if minimum is None else minimum)
 

@@ -25,9 +25,9 @@ def options_of(dtype: Any, kernel: KernelConfig, *, is_gguf: bool) -> str:
     if kernel.weight_bits is not None:
         words.append(f"int{kernel.weight_bits}")
         words += [f"head{kernel.head_bits}"] * (kernel.head_bits is not None)
+        words.append(f"g{kernel.weight_group_size}")
         if 4 in (kernel.weight_bits, kernel.head_bits):
-            minimum = {None: "auto", True: "minimum", False: "symmetric"}[kernel.weight_minimum]
-            words += [f"g{kernel.weight_group_size}", minimum]
+            words.append({None: "auto", True: "minimum", False: "symmetric"}[kernel.weight_minimum])
     return "-".join(words)
 
 

@@ -237,6 +237,7 @@ def test_options_name_everything_that_decides_about_the_form() -> None:
     assert plain == "bfloat16"
     kinds = [
         KernelConfig(weight_bits=8),
+        KernelConfig(weight_bits=8, weight_group_size=32),
         KernelConfig(weight_bits=4, head_bits=8),
         KernelConfig(weight_bits=4, head_bits=4),
         KernelConfig(weight_bits=4, head_bits=8, weight_group_size=64),
@@ -244,4 +245,4 @@ def test_options_name_everything_that_decides_about_the_form() -> None:
         KernelConfig(weight_bits=4, head_bits=8, weight_minimum=False),
     ]
     names = {packed_store.options_of(torch.bfloat16, kind, is_gguf=gguf) for kind in kinds for gguf in (True, False)}
-    assert len(names) == 12
+    assert len(names) == 14

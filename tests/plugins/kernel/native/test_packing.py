@@ -209,9 +209,12 @@ def test_a_router_keeps_its_dtype_and_the_head_has_bits_of_its_own() -> None:
     source = Source({"w": weight(32, 64, dtype=torch.bfloat16)})
     config = KernelConfig(weight_bits=4, head_bits=8, weight_group_size=64, weight_minimum=True)
     shapes = choose_shapes(plans, source, config)
-    assert [shapes[role].format for role in plans] == ["int4_group", "int8_group", "int8_group", "bfloat16"]
+    assert [shapes[role].format for role in plans] == ["int4_group", "int8", "int8", "bfloat16"]
     assert (shapes["linear"].group_size, shapes["linear"].has_minimum) == (64, True)
-    assert describe_formats(shapes).startswith("int8_group (groups of 64), ")
-    config = KernelConfig(weight_bits=8, weight_group_size=0)
+    assert "int4_group (groups of 64, with minimum)" in describe_formats(shapes)
+    config = KernelConfig(weight_bits=8, head_bits=4, weight_minimum=False)
     assert choose_shapes(plans, source, config)["linear"] == MatrixShape("int8", 32, 64)
+    assert choose_shapes(plans, source, config)["head"] == MatrixShape("int4_group", 32, 64, 32)
+    config = KernelConfig(weight_bits=8, head_bits=8, weight_group_size=64)
+    assert {choose_shapes(plans, source, config)[role].format for role in ("linear", "head")} == {"int8_group"}
     assert {s.format for s in choose_shapes(plans, source, KernelConfig()).values()} == {"bfloat16"}

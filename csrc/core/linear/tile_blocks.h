@@ -1,4 +1,5 @@
-// bfloat16 weights with AMX tiles: 32 rows x 32 columns of sums in four tiles, two tiles of input and two of weights.
+// Weights that AMX tiles read as they are packed (bfloat16, int8): 32 rows x 32 columns of sums in four tiles, two
+// tiles of input and two of weights. A row of the input may be several rows of tiles, its planes.
 //
 //   panels are cut into groups, K into chunks: a chunk of a group stays in the second-level cache
 //   for each group, for each chunk
@@ -12,7 +13,7 @@
 // weights that come next.
 #pragma once
 
-#if defined(__AMX_BF16__)
+#if defined(__AMX_TILE__)
 
 #include "core/linear/finish.h"
 #include "core/linear/kernels.h"
@@ -22,15 +23,17 @@ namespace llmopt::matmul {
 namespace {
 
 constexpr int kTileRows = 16;
-constexpr int64_t kTileBytes = 1024;        // of weights: 32 values of k, 16 columns
+constexpr int64_t kTileBytes = 1024;        // of weights: 64 bytes of k, 16 columns
 constexpr int64_t kTileInputBytes = 64;     // of an input row
-constexpr int64_t kChunkTiles = 20;         // of k: the input of 32 rows takes 40 KB
+constexpr int64_t kChunkTiles = 20;         // of k: the input of 32 planes takes 40 KB
 constexpr int64_t kGroupBytes = 400 << 10;  // of a group of panels
 constexpr int64_t kMinGroupPanels = 8;      // matrices so deep that fewer would fit are first cut into chunks of K,
-constexpr int64_t kBlockRows = 512;         // and the sums of so many rows wait in the scratch memory
+constexpr int64_t kBlockRows = 512;         // and the sums of so many planes wait in the scratch memory
 
 constexpr int64_t at_least(int64_t a, int64_t b) { return a > b ? a : b; }
 constexpr int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
+
+constexpr int64_t kFewRows = 64;  // planes that read the weights pair by pair
 
 // What a block fetches while it multiplies.
 struct Fetch {
@@ -42,33 +45,42 @@ struct Fetch {
   int later_lines = 0;
 };
 
-// Finished sums on their way to the output.
+// What a format of weights and input has for the driver below:
+//   kTileInputs           values of k in 64 bytes
+//   kPlanes               rows of tiles that are one row of the input; they lie row_bytes / kPlanes apart
+//   dot_0_4_6() ...       sums in tile 0 += input in tile 4 x weights in tile 6
+//   to_floats(...)        the sums of a row's planes, as the tiles stored them, to float32 products in the first of
+//   them
+
+// Finished sums on their way to the output. Rows of the input.
+template <class Format>
 struct Pending {
   Finish finish = nullptr;
   const Task* task = nullptr;
   int64_t row = 0, panel = 0, stride = 0;
   int num_rows = 0, num_panels = 0;
-  const float* sums = nullptr;
+  float* sums = nullptr;
 
   void write(int count) {
     if (num_rows == 0) return;
     count = min(count, num_rows);
-    finish(*task, row, count, panel, num_panels, sums, stride);
+    Format::to_floats(*task, row, count, panel, num_panels, sums, stride);
+    finish(*task, row, count, panel, num_panels, sums, Format::kPlanes * stride);
     row += count;
-    sums += count * stride;
+    sums += count * Format::kPlanes * stride;
     num_rows -= count;
   }
 };
 
-// (Up to) 16 * kRowTiles rows x 16 * kPanels columns: sums (+)= input x panels, `num_tiles` tiles of k.
-template <int kRowTiles, int kPanels, bool kAhead>
-LLMOPT_INLINE void multiply_tile_block(const std::byte* input, int64_t row_bytes, const std::byte* panel,
+// (Up to) 16 * kRowTiles planes x 16 * kPanels columns: sums (+)= input x panels, `num_tiles` tiles of k.
+template <class Format, int kRowTiles, int kPanels, bool kAhead>
+LLMOPT_INLINE void multiply_tile_block(const std::byte* input, int64_t plane_bytes, const std::byte* panel,
                                        int64_t panel_bytes, int64_t num_tiles, bool is_first, float* sums,
-                                       int64_t stride_bytes, Fetch fetch, Pending& pending) {
+                                       int64_t stride_bytes, Fetch fetch, Pending<Format>& pending) {
   const int rows_per_tile = static_cast<int>((pending.num_rows + num_tiles - 1) / num_tiles);
   asm volatile("" : : : "memory");  // the tile intrinsics do not tell the compiler which memory they touch
   float* lower = reinterpret_cast<float*>(reinterpret_cast<std::byte*>(sums) + kTileRows * stride_bytes);
-  const std::byte* lower_input = input + kTileRows * row_bytes;
+  const std::byte* lower_input = input + kTileRows * plane_bytes;
   if (is_first) {
     _tile_zero(0);
     if constexpr (kPanels == 2) _tile_zero(1);
@@ -83,13 +95,13 @@ LLMOPT_INLINE void multiply_tile_block(const std::byte* input, int64_t row_bytes
   for (int64_t t = 0; t < num_tiles; ++t) {
     // Weights pass by: the hint keeps them from displacing the input, which is used again, in the first-level cache.
     _tile_stream_loadd(6, panel, 64);
-    _tile_loadd(4, input, row_bytes);
+    _tile_loadd(4, input, plane_bytes);
     if constexpr (kPanels == 2) _tile_stream_loadd(7, panel + panel_bytes, 64);
-    if constexpr (kRowTiles == 2) _tile_loadd(5, lower_input, row_bytes);
-    _tile_dpbf16ps(0, 4, 6);
-    if constexpr (kPanels == 2) _tile_dpbf16ps(1, 4, 7);
-    if constexpr (kRowTiles == 2) _tile_dpbf16ps(2, 5, 6);
-    if constexpr (kRowTiles == 2 && kPanels == 2) _tile_dpbf16ps(3, 5, 7);
+    if constexpr (kRowTiles == 2) _tile_loadd(5, lower_input, plane_bytes);
+    Format::dot_0_4_6();
+    if constexpr (kPanels == 2) Format::dot_1_4_7();
+    if constexpr (kRowTiles == 2) Format::dot_2_5_6();
+    if constexpr (kRowTiles == 2 && kPanels == 2) Format::dot_3_5_7();
     if constexpr (kAhead) {
       if (t == fetch.ahead_tiles) fetch.ahead += fetch.jump;
       const std::byte* ahead = panel + fetch.ahead;
@@ -115,18 +127,18 @@ LLMOPT_INLINE void multiply_tile_block(const std::byte* input, int64_t row_bytes
   asm volatile("" : : : "memory");
 }
 
-template <bool kAhead>
-LLMOPT_INLINE void multiply_any_tile_block(int row_tiles, int num_panels, const std::byte* input, int64_t row_bytes,
+template <bool kAhead, class Format>
+LLMOPT_INLINE void multiply_any_tile_block(int row_tiles, int num_panels, const std::byte* input, int64_t plane_bytes,
                                            const std::byte* panel, int64_t panel_bytes, int64_t num_tiles,
                                            bool is_first, float* sums, int64_t stride_bytes, const Fetch& fetch,
-                                           Pending& pending) {
+                                           Pending<Format>& pending) {
   const auto call = [&](auto block) {
-    block(input, row_bytes, panel, panel_bytes, num_tiles, is_first, sums, stride_bytes, fetch, pending);
+    block(input, plane_bytes, panel, panel_bytes, num_tiles, is_first, sums, stride_bytes, fetch, pending);
   };
   if (num_panels == 2) {
-    row_tiles == 2 ? call(multiply_tile_block<2, 2, kAhead>) : call(multiply_tile_block<1, 2, kAhead>);
+    row_tiles == 2 ? call(multiply_tile_block<Format, 2, 2, kAhead>) : call(multiply_tile_block<Format, 1, 2, kAhead>);
   } else {
-    row_tiles == 2 ? call(multiply_tile_block<2, 1, kAhead>) : call(multiply_tile_block<1, 1, kAhead>);
+    row_tiles == 2 ? call(multiply_tile_block<Format, 2, 1, kAhead>) : call(multiply_tile_block<Format, 1, 1, kAhead>);
   }
 }
 
@@ -139,44 +151,46 @@ inline Fetch fetch_ahead(const Task& task, int64_t num_tiles) {
   return fetch;
 }
 
-// Up to 32 rows: bound by the reading of the weights.
-inline void multiply_tiles_once(const Task& task) {
+// Up to 32 planes: bound by the reading of the weights.
+template <class Format>
+void multiply_tiles_once(const Task& task) {
   const auto num_rows = static_cast<int>(task.input.num_rows);
   constexpr int64_t kStride = 2 * kPanelWidth;
   alignas(64) float sums[2 * kTileRows * kStride];
-  const int64_t num_tiles = task.depth / 32;
+  const int64_t num_tiles = task.depth / Format::kTileInputs;
   const Fetch fetch = fetch_ahead(task, num_tiles);
   const Finish finish = choose_finish(task.output);
-  Pending pending;
+  Pending<Format> pending;
   for (int64_t panel = task.panel_begin; panel < task.panel_end; panel += 2) {
     const int num_panels = task.panel_end - panel < 2 ? 1 : 2;
-    multiply_any_tile_block<true>(num_rows > kTileRows ? 2 : 1, num_panels, task.input_row(0), task.input.row_bytes,
-                                  task.panel(panel), task.panel_bytes, num_tiles, true, sums, kStride * 4, fetch,
-                                  pending);
+    multiply_any_tile_block<true>(num_rows * Format::kPlanes > kTileRows ? 2 : 1, num_panels, task.input_row(0),
+                                  task.input.row_bytes / Format::kPlanes, task.panel(panel), task.panel_bytes,
+                                  num_tiles, true, sums, kStride * 4, fetch, pending);
     pending = {finish, &task, 0, panel, kStride, num_rows, num_panels, sums};
   }
   pending.write(num_rows);
 }
 
-// How many rows are taken through how many panels and how much of K at a time.
+// How many rows are taken through how many panels and how much of K at a time. Rows are planes here.
 struct TilePlan {
   int64_t num_tiles, chunk_tiles;  // of k
   int64_t block_rows, group_panels;
   bool rows_outside;   // all chunks of 32 rows, then the next rows: sums of 32 rows wait. Else all rows of a chunk
   int64_t sum_stride;  // floats; 0: no sums wait
 
-  explicit TilePlan(const Task& task) {
-    num_tiles = task.depth / 32;
+  TilePlan(const Task& task, int64_t num_rows, int tile_inputs) {
+    num_tiles = task.depth / tile_inputs;
     const int64_t num_chunks = (num_tiles + kChunkTiles - 1) / kChunkTiles;
     chunk_tiles = (num_tiles + num_chunks - 1) / num_chunks;
     rows_outside = num_tiles * kTileBytes * kMinGroupPanels <= kGroupBytes;
-    block_rows = rows_outside || num_chunks == 1 ? task.input.num_rows : kBlockRows;
+    block_rows = rows_outside || num_chunks == 1 ? num_rows : kBlockRows;
     // Groups of even size, none much smaller than the others.
     const int64_t pairs = (task.panel_end - task.panel_begin + 1) / 2;
     const int64_t group_tiles = rows_outside ? num_tiles : chunk_tiles;
     const int64_t most_pairs = at_least(1, kGroupBytes / (2 * group_tiles * kTileBytes));
     const int64_t num_groups = (pairs + most_pairs - 1) / most_pairs;
-    group_panels = (pairs + num_groups - 1) / num_groups * 2;
+    // Few rows are bound by the reading of the weights: all of them fetch the next pair while they use this one.
+    group_panels = num_rows <= kFewRows ? 2 : (pairs + num_groups - 1) / num_groups * 2;
     // An odd number of cache lines: rows of a tile then fall into different sets of the cache.
     sum_stride = num_chunks == 1 ? 0 : group_panels * kPanelWidth + 16;
   }
@@ -185,20 +199,22 @@ struct TilePlan {
   }
 };
 
-// One chunk of 32 rows through all panels of a group.
+// One chunk of 32 planes through all panels of a group.
+template <class Format>
 struct TileSweep {
   const Task& task;
   const TilePlan& plan;
-  int64_t row, num_rows, group, group_end, tile;
-  float* sums;             // of the first of these rows
+  int64_t row, num_rows, group, group_end, tile;  // row, num_rows: planes
+  float* sums;                                    // of the first of these
   const std::byte* later;  // what the panels of the group will be replaced with, at the same distances; null: nothing
   int later_lines;
   Finish finish;
-  Pending& pending;
+  Pending<Format>& pending;
 
   template <bool kAhead>
   void run() const {
     const int64_t num_tiles = at_most(plan.chunk_tiles, plan.num_tiles - tile);
+    const int64_t plane_bytes = task.input.row_bytes / Format::kPlanes;
     const bool is_last = tile + num_tiles == plan.num_tiles;
     Fetch fetch;
     if constexpr (kAhead) fetch = fetch_ahead(task, num_tiles);
@@ -209,25 +225,28 @@ struct TileSweep {
       const int64_t stride = plan.sum_stride ? plan.sum_stride : 2 * kPanelWidth;
       fetch.later = later + (panel - group) * task.panel_bytes;
       multiply_any_tile_block<kAhead>(num_rows > kTileRows ? 2 : 1, num_panels,
-                                      task.input_row(row) + tile * kTileInputBytes, task.input.row_bytes,
+                                      task.input.data + row * plane_bytes + tile * kTileInputBytes, plane_bytes,
                                       task.panel(panel) + tile * kTileBytes, task.panel_bytes, num_tiles, tile == 0, to,
                                       stride * 4, fetch, pending);
-      if (is_last) pending = {finish, &task, row, panel, stride, static_cast<int>(num_rows), num_panels, to};
+      if (!is_last) continue;
+      pending = {finish,     &task, row / Format::kPlanes, panel, stride, static_cast<int>(num_rows / Format::kPlanes),
+                 num_panels, to};
     }
   }
 };
 
-inline void multiply_tiles_bfloat16(const Task& task) {
-  const int64_t num_rows = task.input.num_rows;
-  if (num_rows <= 2 * kTileRows) return multiply_tiles_once(task);
+template <class Format>
+void multiply_tiles(const Task& task) {
+  const int64_t num_rows = task.input.num_rows * Format::kPlanes;
+  if (num_rows <= 2 * kTileRows) return multiply_tiles_once<Format>(task);
 
-  const TilePlan plan(task);
+  const TilePlan plan(task, num_rows, Format::kTileInputs);
   const int64_t sum_floats =
       plan.sum_stride ? plan.waiting_rows(num_rows) * plan.sum_stride : 2 * kTileRows * 2 * kPanelWidth;
   auto* sums = reinterpret_cast<float*>(task.scratch.at_least(sum_floats * sizeof(float)));
 
   const Finish finish = choose_finish(task.output);
-  Pending pending;
+  Pending<Format> pending;
   const auto sweep = [&](int64_t block, int64_t row, int64_t group, int64_t tile) {
     const int64_t block_end = at_most(block + plan.block_rows, num_rows);
     const int64_t steps = (block_end - block + 2 * kTileRows - 1) / (2 * kTileRows),
@@ -244,14 +263,14 @@ inline void multiply_tiles_bfloat16(const Task& task) {
     const int64_t lines = tiles * (kTileBytes / 64) * step / steps,
                   end = tiles * (kTileBytes / 64) * (step + 1) / steps;
     if (later) later += lines * 64;
-    const TileSweep run{task,   plan,
-                        row,    at_most(2 * kTileRows, block_end - row),
-                        group,  group_end,
-                        tile,   sums + (plan.rows_outside ? 0 : (row - block) * plan.sum_stride),
-                        later,  static_cast<int>((end - lines + tiles - 1) / tiles),
-                        finish, pending};
+    const TileSweep<Format> run{task,   plan,
+                                row,    at_most(2 * kTileRows, block_end - row),
+                                group,  group_end,
+                                tile,   sums + (plan.rows_outside ? 0 : (row - block) * plan.sum_stride),
+                                later,  static_cast<int>((end - lines + tiles - 1) / tiles),
+                                finish, pending};
     const bool is_unseen = block == 0 && row == 0 && group == task.panel_begin && (plan.rows_outside || tile == 0);
-    is_unseen ? run.run<true>() : run.run<false>();
+    is_unseen ? run.template run<true>() : run.template run<false>();
   };
   for (int64_t block = 0; block < num_rows; block += plan.block_rows) {
     const int64_t block_end = at_most(block + plan.block_rows, num_rows);
