@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import llmopt
+from llmopt.bench.quality import Quality, pipeline_logits, plain_logits, text_ids
 from llmopt.errors import PluginOptionError, PluginRequirementError
 from llmopt.plugin_search import make_plugin
 from llmopt_plugins.kernel.weight_quant import WeightQuant
@@ -74,3 +77,15 @@ def test_the_head_has_bits_of_its_own() -> None:
     told = loss(model, WeightQuant(bits=8, head_bits=4, minimum=False))[1]
     assert "int4_group" in told
     assert "int8" in told
+
+
+@pytest.mark.native
+@pytest.mark.model
+@pytest.mark.slow
+def test_eight_bits_stay_close_to_the_float32_model(demo_folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(demo_folder, dtype=torch.float32)
+    ids = text_ids(AutoTokenizer.from_pretrained(demo_folder), 256)
+    quality = Quality()
+    with llmopt.build(model, ["native", WeightQuant(bits=8)]) as pipe:
+        quality.add(plain_logits(model, ids), pipeline_logits(pipe, ids), ids)
+    assert 0 < quality.mean_kl < 0.005
