@@ -99,7 +99,7 @@ def test_the_python_blocks_of_a_page_run_one_after_the_other(
     path = [ROOT, ROOT / "plugins", ROOT / "docs" / "examples" / "llmopt-hello"]
     done = subprocess.run(
         [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path)), "LLMOPT_NUM_THREADS": "1"},
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -18,7 +18,7 @@ EXAMPLE = ROOT / "docs" / "examples" / "llmopt-hello"
 
 def run(*command: str, path: Path | None = None, cwd: Path | None = None) -> str:
     parts = [str(p) for p in (path, ROOT, ROOT / "plugins") if p is not None]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(parts)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(parts), "LLMOPT_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
     return done.stdout
