@@ -1,9 +1,11 @@
 #include "llmopt/parallel.h"
 
 #include <dlfcn.h>
+#include <pthread.h>
 
 #include <algorithm>
 #include <condition_variable>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -101,6 +103,23 @@ class ThreadPool {
 
 thread_local bool inside_own_region = false;
 
+// A forked child has none of the threads: libgomp would wait for them for ever. Once this process has had a team, its
+// children take a pool of our own, a new one.
+bool has_lost_openmp = false;
+std::unique_ptr<ThreadPool>& own_pool() {
+  static auto pool = std::make_unique<ThreadPool>();
+  return pool;
+}
+
+void after_fork_in_child() {
+  has_lost_openmp = true;
+  static_cast<void>(own_pool().release());  // its threads are not there to be joined
+  own_pool() = std::make_unique<ThreadPool>();
+  inside_own_region = false;
+}
+
+bool uses_openmp() { return openmp().found() && !has_lost_openmp; }
+
 }  // namespace
 
 void parallel_team(int num_threads, TeamFunction body) {
@@ -109,7 +128,12 @@ void parallel_team(int num_threads, TeamFunction body) {
     body(0, 1);
     return;
   }
-  if (omp.found()) {
+  static std::once_flag once;
+  std::call_once(once, [] {
+    own_pool();
+    pthread_atfork(nullptr, nullptr, after_fork_in_child);
+  });
+  if (uses_openmp()) {
     omp.parallel(
         [](void* data) {
           const OpenMp& omp = openmp();
@@ -118,16 +142,15 @@ void parallel_team(int num_threads, TeamFunction body) {
         &body, static_cast<unsigned>(num_threads), 0);
     return;
   }
-  static ThreadPool pool;
-  pool.run(num_threads, [&](int thread, int team) {
+  own_pool()->run(num_threads, [&](int thread, int team) {
     inside_own_region = true;
     body(thread, team);
     inside_own_region = false;
   });
 }
 
-const char* parallel_backend() { return openmp().found() ? "openmp" : "own"; }
+const char* parallel_backend() { return uses_openmp() ? "openmp" : "own"; }
 
-const char* parallel_library() { return openmp().library; }
+const char* parallel_library() { return uses_openmp() ? openmp().library : ""; }
 
 }  // namespace llmopt

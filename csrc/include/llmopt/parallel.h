@@ -2,7 +2,8 @@
 //
 // A second pool would fight for the cores with the OpenMP team of torch, whose threads spin for a while after each
 // parallel region. So regions run in the OpenMP runtime found in the process at run time (libgomp as torch loads it, or
-// another runtime with the same entry point); there is no link dependency. Without one, a small pool of our own serves.
+// another runtime with the same entry point); there is no link dependency. Without one, and in a forked child, which
+// has none of its threads, a small pool of our own serves.
 #pragma once
 
 #include <cstdint>
