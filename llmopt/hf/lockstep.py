@@ -112,7 +112,7 @@ class LockstepGroup:
             return True
         if self._logits is None:
             with torch.inference_mode(False):  # the next row may come from a thread that is not in this mode
-                self._logits = torch.empty((len(self.requests), logits.shape[-1]), device=logits.device)
+                self._logits = logits.new_empty((len(self.requests), logits.shape[-1]))
             for row, member in enumerate(self.requests):
                 if member.is_finished:  # no longer computed; it only takes part in the random draw
                     self._logits[row] = 0.0

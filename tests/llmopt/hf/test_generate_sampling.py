@@ -25,6 +25,15 @@ def test_a_seeded_call_draws_the_tokens_of_transformers(pair: Pair, seed: int, r
     assert result.shape == (rows, 22)
 
 
+def test_logits_keep_their_dtype_whatever_torchs_default_is(pair: Pair) -> None:
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        _, way = pair.same(**left_padded(3), do_sample=True, max_new_tokens=15, eos_token_id=None, seed=1)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert way == "lockstep"
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_rows_that_finish_early_still_take_their_random_numbers(pair: Pair, seed: int) -> None:
     options = {"do_sample": True, "max_new_tokens": 25, "temperature": 1.5, "top_k": 0}
