@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
 from typing import Any
 
 import numpy as np
@@ -162,6 +164,62 @@ def test_exchanged_modules_run_on_the_hugging_face_executor() -> None:
         model.model.layers[0].mlp.up_proj = new
         assert tokens(pipe) == plain_tokens(model)
         assert counts(pipe)["num_fallback_rows"] > 0
+
+
+@pytest.mark.native
+def test_a_part_exchanged_for_one_of_another_kind_is_told_and_runs_on_the_hugging_face_executor() -> None:
+    model: Any = tiny_model("llama")
+    with llmopt.build(model, ["native"]) as pipe:
+        model.model.layers[0].mlp = torch.nn.Identity()
+        assert tokens(pipe) == plain_tokens(model)
+        assert counts(pipe)["num_fallback_rows"] > 0
+    with pytest.raises(PluginUnavailableError, match="not put together as a LlamaForCausalLM"):
+        llmopt.build(model, ["native"])
+    with llmopt.build(model, "auto") as pipe:
+        assert tokens(pipe) == plain_tokens(model)
+
+
+@pytest.mark.native
+def test_a_model_that_was_cut_to_its_first_layers_runs_and_reordered_layers_are_refused() -> None:
+    model: Any = tiny_model("llama")
+    layers = model.model.layers
+    model.model.layers = layers[:1]
+    with llmopt.build(model, ["native"]) as pipe:
+        assert tokens(pipe) == plain_tokens(model)
+        assert counts(pipe)["num_fallback_rows"] == 0
+    model.model.layers = torch.nn.ModuleList([layers[1], layers[0]])
+    with pytest.raises(PluginUnavailableError, match="number 1 in place 0"):
+        llmopt.build(model, ["native"])
+
+
+@pytest.mark.native
+def test_a_model_made_in_inference_mode_runs() -> None:
+    wanted = plain_tokens(tiny_model("llama"))
+    with torch.inference_mode():
+        model: Any = tiny_model("llama")
+    with llmopt.build(model, ["native"]) as pipe:
+        assert tokens(pipe) == wanted
+        with torch.inference_mode():
+            model.model.layers[0].mlp.down_proj.weight.mul_(-2)
+        assert tokens(pipe) == plain_tokens(model) != wanted
+
+
+@pytest.mark.native
+def test_a_forked_child_builds_and_runs() -> None:
+    model = tiny_model("llama")
+    with llmopt.build(model, [Native(threads=2)]) as pipe:
+        wanted = tokens(pipe)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(30)  # a child that waits for threads that are not there
+            code = 1
+            try:
+                with llmopt.build(model, [Native(threads=2)]) as own:
+                    code = 0 if tokens(own) == wanted and tokens(pipe) == wanted else 2
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert tokens(pipe) == wanted
 
 
 # -- logits or the best token ----------------------------------------------------------------------------------------

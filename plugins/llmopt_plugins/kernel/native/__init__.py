@@ -47,7 +47,7 @@ class Native:
         """
         if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or threads < 1):
             raise ValueError(f"threads is a number of threads, at least 1, found {threads!r}")
-        if not isinstance(save, (bool, str)):
+        if not isinstance(save, (bool, str)) or save == "":
             raise ValueError(f"save is True, False or a path, found {save!r}")
         self.threads = threads
         self.save = save
@@ -113,6 +113,11 @@ class Native:
         if store is not None and isinstance(execute, NativeExecute) and execute.packed is not None:
             store.keep(execute.packed)
             pipeline.notes += store.notes
+        elif self.save is not False and isinstance(execute, NativeExecute):
+            pipeline.notes.append(
+                "the packed weights were not saved: the model was not given as a folder or file, whose changes tell "
+                "when they are out of date"
+            )
         if gguf is not None:
             gguf[1].file.release()
         if store is not None:  # the model is nobody else's yet

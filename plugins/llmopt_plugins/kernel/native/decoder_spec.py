@@ -86,7 +86,10 @@ def read_decoder(model: PreTrainedModel) -> DecoderPlan:
         known = ", ".join(name.removesuffix("ForCausalLM").removesuffix("LMHeadModel") for name in FAMILIES)
         raise NotNativeError(f"is a {type(model).__name__}, which is none of the known families ({known})")
     check_modules(model, family)
-    return _Reader(model, family).read()
+    try:
+        return _Reader(model, family).read()
+    except AttributeError as error:  # a part was exchanged for one of another kind
+        raise NotNativeError(f"is not put together as a {family.cls} is: {error}") from error
 
 
 def check_modules(model: PreTrainedModel, family: Family) -> None:
@@ -131,7 +134,8 @@ class _Reader:
         if not is_tied:
             self._matrix("embedding", [(f"{family.base}.{family.embedding}", embedding)], role="embedding")
         ropes = self._ropes()
-        layers = [self._layer(i) for i in range(config.num_hidden_layers)]
+        count = min(config.num_hidden_layers, len(getattr(base, family.layers)))  # the forward runs no more than both
+        layers = [self._layer(i) for i in range(count)]
         final_norm = self._norm("final_norm", f"{family.base}.{family.final_norm}", getattr(base, family.final_norm))
         plan = DecoderPlan(
             hidden_size=embedding.weight.shape[1],
@@ -168,7 +172,7 @@ class _Reader:
     def _embedding_scale(self, embedding: Any) -> float:
         scale = getattr(embedding, "scalar_embed_scale", None)
         if scale is not None:  # Gemma rounds it to the dtype of the weights
-            return float(torch.tensor(scale).to(embedding.weight.dtype))
+            return float(torch.tensor(scale, dtype=torch.float32).to(embedding.weight.dtype))
         return float(getattr(self.config, "embedding_multiplier", 1.0))
 
     # -- layers -------------------------------------------------------------------------------------------------------
@@ -182,9 +186,7 @@ class _Reader:
                 ("before_attention", "after_attention", "before_mlp", "after_mlp"), family.norms, strict=True
             )
         ]
-        attention = self._attention(
-            name, f"{prefix}.{family.attention}", getattr(layer, family.attention), self._layer_type(index)
-        )
+        attention = self._attention(index, name, f"{prefix}.{family.attention}", getattr(layer, family.attention))
         mlp: Any = getattr(layer, family.mlp)
         mlp_prefix = f"{prefix}.{family.mlp}"
         is_moe = hasattr(mlp, "experts")
@@ -196,8 +198,12 @@ class _Reader:
         types = getattr(self.config, "layer_types", None)
         return types[index] if types and self.family.ropes == "layer_types" else None
 
-    def _attention(self, name: str, prefix: str, module: Any, layer_type: str | None) -> AttentionPlan:
+    def _attention(self, index: int, name: str, prefix: str, module: Any) -> AttentionPlan:
         family, config = self.family, self.config
+        if module.layer_idx != index:
+            raise NotNativeError(
+                f"has the layer that was number {module.layer_idx} in place {index}, and its keys there"
+            )
         num_heads = config.num_attention_heads
         window = {"none": None, "config": getattr(config, "sliding_window", None)}.get(
             family.window, getattr(module, "sliding_window", None)
@@ -215,7 +221,7 @@ class _Reader:
             q_norm=NormPlan() if q_norm is None else self._norm(f"{name}.q_norm", f"{prefix}.q_norm", q_norm),
             k_norm=NormPlan() if k_norm is None else self._norm(f"{name}.k_norm", f"{prefix}.k_norm", k_norm),
             norm_spans_heads=family.norm_spans_heads,
-            rope=self.rope_of[layer_type] if uses_rope and family.ropes != "none" else -1,
+            rope=self.rope_of[self._layer_type(index)] if uses_rope and family.ropes != "none" else -1,
             softcap=float((getattr(module, "attn_logit_softcapping", None) if family.has_softcap else None) or 0.0),
             sliding_window=int(window or 0),
         )

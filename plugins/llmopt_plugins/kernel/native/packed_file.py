@@ -250,7 +250,7 @@ def _read_header(file: Any) -> tuple[dict[str, Any], int]:
         header = json.loads(file.read(length))
     except ValueError as error:
         raise PackedFileError(f"has no readable header ({error}): it was cut off or changed") from error
-    if not isinstance(header, dict):
+    if not isinstance(header, dict) or not isinstance(header.get("__metadata__", {}), dict):
         raise PackedFileError("has no readable header")
     return header, 8 + length
 

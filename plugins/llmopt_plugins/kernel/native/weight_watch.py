@@ -45,7 +45,7 @@ class WeightWatch:
                             module._parameters,
                             name,
                             parameter,
-                            parameter._version,
+                            _version(parameter),
                             parameter.data_ptr(),
                             None if view is None else view.tobytes(),
                             view,
@@ -69,12 +69,17 @@ class WeightWatch:
         for parameters, name, parameter, version, address, sample, view in self._parameters:
             if (
                 parameters.get(name) is not parameter
-                or parameter._version != version
+                or _version(parameter) != version
                 or parameter.data_ptr() != address
                 or (view is not None and view.tobytes() != sample)
             ):
                 return True
         return False
+
+
+def _version(parameter: Tensor) -> int:
+    """How often torch saw it written to; parameters made in inference mode are not counted, and only compared."""
+    return -1 if parameter.is_inference() else parameter._version
 
 
 def _middle(parameter: Tensor) -> Any:

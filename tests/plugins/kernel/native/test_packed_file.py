@@ -238,6 +238,7 @@ def test_options_name_everything_that_decides_about_the_form() -> None:
     kinds = [
         KernelConfig(weight_bits=8),
         KernelConfig(weight_bits=8, weight_group_size=32),
+        KernelConfig(weight_bits=8, weight_group_size=64),
         KernelConfig(weight_bits=4, head_bits=8),
         KernelConfig(weight_bits=4, head_bits=4),
         KernelConfig(weight_bits=4, head_bits=8, weight_group_size=64),
@@ -245,4 +246,25 @@ def test_options_name_everything_that_decides_about_the_form() -> None:
         KernelConfig(weight_bits=4, head_bits=8, weight_minimum=False),
     ]
     names = {packed_store.options_of(torch.bfloat16, kind, is_gguf=gguf) for kind in kinds for gguf in (True, False)}
-    assert len(names) == 14
+    assert len(names) == 16
+
+
+@pytest.mark.parametrize("metadata", [[1], "text", 5])
+def test_a_file_whose_metadata_is_no_table_is_not_used(folder: Path, metadata: Any) -> None:
+    file = saved(folder)
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    header["__metadata__"] = metadata
+    file.write_bytes(data[:8] + json.dumps(header).encode().ljust(length) + data[8 + length :])
+    with llmopt.build(folder, ["native"]) as pipe:
+        assert "no readable header" in note(pipe)
+
+
+def test_asking_to_save_a_model_given_as_an_object_is_told_to_have_no_effect(tmp_path: Path) -> None:
+    for save in (True, str(tmp_path / "own.packed")):
+        with llmopt.build(tiny_model(), [Native(save=save)]) as pipe:
+            assert note(pipe).startswith("the packed weights were not saved")
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(ValueError, match="save is True, False or a path"):
+        Native(save="")
