@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from llmopt.cli.output import load_model, make_plugins, print_json
+from llmopt.cli.output import build_pipeline, make_plugins, print_json
 from llmopt.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -41,12 +41,9 @@ def run(
     """Load, build, stream; with ``as_json`` one object with text, times and the pipeline's numbers."""
     plugins = make_plugins(plugin_texts)
     text = sys.stdin.read() if prompt == "-" else prompt
-    import llmopt
-
-    model, tokenizer = load_model(model_name, dtype=dtype, device_map=device_map)
-    spoken = as_prompt(text, options, tokenizer, model_name)
-    pipe = llmopt.build(model, plugins=plugins, tokenizer=tokenizer)
+    pipe = build_pipeline(model_name, plugins, dtype=dtype, device_map=device_map)
     try:
+        spoken = as_prompt(text, options, pipe.tokenizer, model_name)
         pieces: list[str] = []
         first_s: float | None = None
         started = time.perf_counter()

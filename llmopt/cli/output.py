@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from llmopt.pipeline import InferencePipeline
+
 
 def console(*, stderr: bool = False) -> Console:
     """A rich console for tables and messages. Without a terminal it is wide enough for the tables."""
@@ -42,10 +44,22 @@ def load_model(
     name: str, *, dtype: str, device_map: str | None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     """`llmopt.hub.load`, with progress bars only where somebody sees them."""
-    from transformers.utils import logging
-
     from llmopt.hub import load
+
+    _bars_for_people_only()
+    return load(name, dtype=dtype, device_map=device_map)
+
+
+def build_pipeline(name: str, plugins: Sequence[Any], *, dtype: str, device_map: str | None) -> InferencePipeline:
+    """`llmopt.build` of a name, so that plugins may load the model their own way; bars as in `load_model`."""
+    import llmopt
+
+    _bars_for_people_only()
+    return llmopt.build(name, plugins=plugins, load_options={"dtype": dtype, "device_map": device_map})
+
+
+def _bars_for_people_only() -> None:
+    from transformers.utils import logging
 
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
-    return load(name, dtype=dtype, device_map=device_map)

@@ -233,3 +233,13 @@ def test_the_demo_speaks_and_its_tokens_are_those_of_generate(demo_folder: Path)
     assert "blue" in answer["text"]
     assert list(answer["tokens_per_s"]) == ["HF generate", "llmopt", "+ paged_kv"]
     assert all(speed > 0 for speed in answer["tokens_per_s"].values())
+
+
+@pytest.mark.native
+def test_generate_and_describe_let_a_plugin_load_the_model(folder: Path) -> None:
+    """Packed weights are saved by the first command and read by the second, which is a matter of loading."""
+    words = ("generate", folder, "one two", "--max-new-tokens", "6", "--dtype", "float32")
+    assert run(*words, "--plugin", "native:save=true") == run(*words)
+    saved = list(folder.glob("native-*.packed"))
+    assert saved
+    assert saved[0].name in run("describe", folder, "--dtype", "float32", "--plugin", "native")

@@ -401,3 +401,17 @@ def test_tokens_are_chosen_on_one_thread_of_torch() -> None:
                 seen.clear()
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.native
+def test_logits_are_float32_whatever_torchs_defaults_are() -> None:
+    """The decoder writes float32: memory of torch's default dtype would be too small for it."""
+    sampled = {"temperature": 0.8, "seed": 1}
+    with llmopt.build(tiny_model("llama"), ["native"]) as pipe:
+        expected = tokens(pipe, **sampled)
+    with llmopt.build(tiny_model("llama"), ["native"]) as pipe:
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            assert tokens(pipe, **sampled) == expected
+        finally:
+            torch.set_default_dtype(torch.float32)

@@ -57,7 +57,7 @@ class NativeExecute:
         self._about = about
         self._decoder = decoder  # owns the memory that its steps look at
         self._plan, self._update, self._step = plan, plan.update, decoder.step
-        self._logits = torch.empty((0, vocab_size))
+        self._logits = _logits_buffer(0, vocab_size)
         self._known: set[Request] = set()  # requests of the last batch
         # a batch of decodes comes again in the next step, with new numbers in its arrays
         self._decodes: Batch | None = None
@@ -101,7 +101,7 @@ class NativeExecute:
         count = batch.logits_indices.size
         if count > self._logits.shape[0] and not batch.wants_best:
             with torch.inference_mode(False):  # others could not write to a tensor that was made in this mode
-                self._logits = torch.empty((count, self.vocab_size))
+                self._logits = _logits_buffer(count, self.vocab_size)
         return self._logits[:count]
 
     def _run_split(self, batch: Batch, drafts: DraftTokens | None, others: list[int]) -> Tensor | BestTokens:
@@ -168,7 +168,12 @@ class NativeExecute:
         self._decodes, self._known = None, set()
         self._step = self._update = self._plan = self._decoder = self.packed = None
         self.refresh = lambda: "was closed"
-        self._logits = self._rows = torch.empty((0, self.vocab_size))
+        self._logits = self._rows = _logits_buffer(0, self.vocab_size)
         close = getattr(self.fallback, "close", None)
         if close is not None:
             close()
+
+
+def _logits_buffer(num_rows: int, vocab_size: int) -> Tensor:
+    """Memory that the decoder writes float32 to, whatever torch's default dtype and device are."""
+    return torch.empty((num_rows, vocab_size), dtype=torch.float32, device="cpu")
