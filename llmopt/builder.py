@@ -42,7 +42,8 @@ def build(
 
     :param model: a loaded model, which is used as it is and never changed; or a folder, a hub id, or ``"demo"``, which
         are loaded through safetensors and accelerate.
-    :param plugins: names (``"paged_kv"``), plugin objects (``PagedKv()``), or ``"auto"``. They apply in this order.
+    :param plugins: names, with options where wanted (``"native"``, ``"weight_quant:bits=8"``), plugin objects
+        (``PagedKv()``), or ``"auto"``. They apply in this order.
     :param tokenizer: for prompts given as text or messages; loaded along when ``model`` is a name.
     :param config: settings; ``options`` are single settings by name, for example ``max_model_len=2048``.
     :param load_options: handed to `llmopt.load` when ``model`` is a name, for example ``{"dtype": "bfloat16"}``.

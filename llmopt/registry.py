@@ -26,6 +26,7 @@ from llmopt.errors import (
 )
 from llmopt.loaded_model import LoadedModel
 from llmopt.plugin_info import PluginInfo, info_of
+from llmopt.plugin_options import parse_plugin
 from llmopt.plugin_search import PROJECT, builtin_plugins, make_plugin
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ class Registry:
         if self.auto:
             listed = [cls() for cls in builtin_plugins() if info_of(cls).auto]
         for plugin in listed:
-            self._register(make_plugin(plugin) if isinstance(plugin, str) else plugin)
+            self._register(_made(plugin) if isinstance(plugin, str) else plugin)
         self._check_company()
 
     @property
@@ -397,3 +398,11 @@ class Registry:
             if file is not None:
                 names.setdefault(file, []).append(info_of(plugin).name)
         return {file: owners[0] for file, owners in names.items() if len(owners) == 1}
+
+
+def _made(text: str) -> Any:
+    """A plugin from ``name`` or ``name:key=value,key=value``."""
+    if ":" not in text:
+        return make_plugin(text)
+    spec = parse_plugin(text)
+    return make_plugin(spec.name, spec.options)

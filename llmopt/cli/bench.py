@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmopt.cli.output import console, load_model
-from llmopt.cli.plugin_options import parse_plugin
 from llmopt.errors import ConfigError, ModelError, PluginConflictError
+from llmopt.plugin_options import parse_plugin
 
 if TYPE_CHECKING:
     from rich.table import Table

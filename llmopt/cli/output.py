@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from llmopt.cli.plugin_options import parse_plugin
+from llmopt.plugin_options import parse_plugin
 
 if TYPE_CHECKING:
     from rich.console import Console

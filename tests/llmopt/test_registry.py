@@ -586,3 +586,9 @@ def test_an_error_of_the_caller_passes_through_every_plugin_as_it_is() -> None:
         pytest.raises(InvalidPromptError, match="token id 512"),
     ):
         pipe.batch([[512]], max_new_tokens=4, progress=False)
+
+
+def test_a_listed_name_may_carry_options() -> None:
+    assert Registry(["paged_kv:watermark=0.25"]).plugins[0].watermark == 0.25
+    with pytest.raises(PluginOptionError, match="size"):
+        Registry(["paged_kv:size=1"])

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmopt.cli.plugin_options import PluginSpec, parse_plugin
 from llmopt.errors import PluginOptionError
+from llmopt.plugin_options import PluginSpec, parse_plugin
 
 
 @pytest.mark.parametrize(

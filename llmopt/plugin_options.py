@@ -1,4 +1,4 @@
-"""The text form of a plugin on the command line: ``name`` or ``name:key=value,key=value``.
+"""The text form of a plugin, in ``plugins=[...]`` and on the command line: ``name`` or ``name:key=value,key=value``.
 
 Values are Python literals (``3``, ``0.5``, ``True``, ``None``, ``[1, 2]``, ``"a,b"``), ``true`` and ``false`` as in
 TOML, or bare words, which are strings: ``mode=fast``, ``path=/tmp/cache``.
@@ -21,7 +21,7 @@ _CLOSING = {"[": "]", "(": ")", "{": "}"}
 
 @dataclass(frozen=True, slots=True)
 class PluginSpec:
-    """A plugin as the command line names it."""
+    """A plugin as its text names it."""
 
     name: str  # as in `llmopt plugins`
     options: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the plugin
