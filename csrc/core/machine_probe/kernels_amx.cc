@@ -2,28 +2,17 @@
 #include <cstring>
 
 #include "core/machine_probe/dots_avx512_bf16.h"
+#include "core/tiles.h"
 
 namespace llmopt::machine_probe {
 namespace {
 
-// Eight tiles of 16 rows x 64 bytes. Static, since GCC's intrinsic does not say that it reads all 64 bytes and the
-// stores to a local variable would be dropped.
-struct alignas(64) TileConfig {
-  uint8_t palette = 1;
-  uint8_t start_row = 0;
-  uint8_t reserved[14] = {};
-  uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-};
-static_assert(sizeof(TileConfig) == 64);
-const TileConfig tile_config;
-
 // Sums in 0 to 3, operands in 4 to 7. The operands are numbers of either sign and many bit patterns: products of zeros
 // draw less power, so the clock is higher and the peak a tenth too good.
 template <class T>
-void enter_tiles(const T (&values)[4][1024 / sizeof(T)]) {
-  asm volatile("" : : "r"(&tile_config), "r"(values) : "memory");
-  _tile_loadconfig(&tile_config);
+void load_tiles(const T (&values)[4][1024 / sizeof(T)]) {
+  enter_tiles();
+  asm volatile("" : : "r"(values) : "memory");
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
@@ -53,11 +42,11 @@ void fill(T (&values)[4][1024 / sizeof(T)]) {
   }
 }
 
-float leave_tiles() {
+float first_sum() {
   alignas(64) float rows[16 * 16];
   _tile_stored(0, rows, 64);
   asm volatile("" : : "r"(rows) : "memory");
-  _tile_release();
+  leave_tiles();
   return rows[0];
 }
 
@@ -65,27 +54,27 @@ float leave_tiles() {
 float tile_bf16(int64_t iterations) {
   alignas(64) uint16_t values[4][512];
   fill(values);
-  enter_tiles(values);
+  load_tiles(values);
   for (int64_t round = 0; round < iterations; ++round) {
     _tile_dpbf16ps(0, 4, 6);
     _tile_dpbf16ps(1, 4, 7);
     _tile_dpbf16ps(2, 5, 6);
     _tile_dpbf16ps(3, 5, 7);
   }
-  return leave_tiles();
+  return first_sum();
 }
 
 float tile_i8(int64_t iterations) {
   alignas(64) int8_t values[4][1024];
   fill(values);
-  enter_tiles(values);
+  load_tiles(values);
   for (int64_t round = 0; round < iterations; ++round) {
     _tile_dpbssd(0, 4, 6);
     _tile_dpbssd(1, 4, 7);
     _tile_dpbssd(2, 5, 6);
     _tile_dpbssd(3, 5, 7);
   }
-  return leave_tiles();
+  return first_sum();
 }
 
 }  // namespace
