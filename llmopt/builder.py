@@ -86,6 +86,9 @@ class _Builder:
         )
         self.loaded_model, self.known_shapes = loaded.model, loaded.layer_shapes
         self.notes: list[str] = []
+        self.reserved: dict[
+            str, int
+        ] = {}  # plugin -> bytes that its stages will hold, which the KV pool leaves to them
 
     def build(self) -> InferencePipeline:
         from transformers import PreTrainedModel
@@ -138,7 +141,9 @@ class _Builder:
         context, config = self.context, self.config
         budget = config.memory.pool_bytes
         if budget is None:
-            budget = int(machine.device_available_bytes * config.memory.memory_fraction)
+            self.reserved = {n: size for n, size in self.registry.reserved_bytes(config, context).items() if size}
+            left = max(0, machine.device_available_bytes - sum(self.reserved.values()))
+            budget = int(left * config.memory.memory_fraction)
         max_num_requests = self._num_slots(capabilities, budget)
         budget -= max_num_requests * 2 * capabilities.state_bytes  # at rest, and live in the cache layers
         context.max_model_len, context.block_pool = self._size_pool(capabilities, budget, max_num_requests)
@@ -233,9 +238,11 @@ class _Builder:
         if fitting < wanted:
             if memory.max_model_len is not None or fitting < 2:
                 needed = -(-wanted // size) * size * per_token
+                others = " and ".join(f"the {size} bytes of plugin {name!r}" for name, size in self.reserved.items())
                 raise MemoryBudgetError(
                     f"one sequence of {wanted} tokens needs {needed} bytes of KV ({per_token} per token), and "
-                    f"{budget} bytes are available; the largest max_model_len that fits is {fitting}. "
+                    f"{budget} bytes are available{f' beside {others}' if others else ''}; the largest max_model_len "
+                    f"that fits is {fitting}. "
                     "Lower max_model_len, or raise pool_bytes or memory_fraction."
                 )
             self.notes.append(f"max_model_len is cut from {wanted} to {fitting}, which is what the KV pool holds")

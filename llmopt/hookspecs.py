@@ -1,4 +1,5 @@
-"""The hook points, in the order of `llmopt.stages`: two for every stage; one each to load, to configure, to finish.
+"""The hook points, in the order of `llmopt.stages`: two for every stage; one each to load, to configure, to reserve
+memory, to finish.
 
 Hooks are called while a pipeline is built, one plugin at a time, in the order in which the user listed the plugins;
 they are never called in the step. A replacing hook returns a stage or None; at most one plugin may replace a stage. A
@@ -68,6 +69,17 @@ def llmopt_configure(config: PipelineConfig) -> PipelineConfig | None:
 
     :param config: the configuration as the plugins listed earlier left it.
     :returns: a changed copy, or None to leave it alone.
+    """
+
+
+@hookspec
+def llmopt_reserve(config: PipelineConfig, context: BuildContext) -> int | None:
+    """Say how much memory the stages of this plugin will hold, so that the KV pool leaves it to them.
+
+    Runs once, after the model is placed and sharded and before the pool is sized; not when ``pool_bytes`` is given, nor
+    for a model that the engine cannot run.
+
+    :returns: bytes on the device of the model, at most, beside what the model holds already; or None.
     """
 
 

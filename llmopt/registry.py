@@ -284,6 +284,24 @@ class Registry:
             config = changed
         return config
 
+    def reserved_bytes(self, config: PipelineConfig, context: BuildContext) -> dict[str, int]:
+        """Memory that stages of plugins will hold, by plugin.
+
+        :raises PluginHookError: a plugin returned something else.
+        """
+        reserved: dict[str, int] = {}
+        for plugin in self.plugins:
+            num_bytes = self._call(plugin, "llmopt_reserve", config=config, context=context)
+            if num_bytes is None:
+                continue
+            if not isinstance(num_bytes, int) or isinstance(num_bytes, bool) or num_bytes < 0:
+                raise PluginHookError(
+                    f"plugin {info_of(plugin).name!r} returned {num_bytes!r} from llmopt_reserve; it returns a number "
+                    "of bytes or None."
+                )
+            reserved[info_of(plugin).name] = num_bytes
+        return reserved
+
     def build_stage(self, stage: str, baseline: Any, config: PipelineConfig, context: BuildContext) -> Any:
         """Fold the plugins of one stage over its baseline and return the outermost callable.
 

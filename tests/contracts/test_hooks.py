@@ -15,14 +15,19 @@ import llmopt
 from llmopt import PluginInfo, hookimpl, hookspecs
 from llmopt import stages as protocols
 from llmopt.config import PipelineConfig
-from llmopt.errors import ModelError, PluginConflictError, PluginHookError
+from llmopt.errors import MemoryBudgetError, ModelError, PluginConflictError, PluginHookError
 from llmopt.layers import STAGES, layer_of
 from llmopt.loaded_model import LoadedModel
 from llmopt.pipeline import InferencePipeline
 from llmopt.registry import BuildContext, Registry
 from llmopt.testing import scripted_model, tiny_model, tiny_tokenizer
 
-ONCE = {"llmopt_load": ["source", "load_options"], "llmopt_configure": ["config"], "llmopt_finish": ["pipeline"]}
+ONCE = {
+    "llmopt_load": ["source", "load_options"],
+    "llmopt_configure": ["config"],
+    "llmopt_reserve": ["config", "context"],
+    "llmopt_finish": ["pipeline"],
+}
 DOCS = Path(__file__).parents[2] / "docs"
 HOOKS = [name for name in vars(hookspecs) if name.startswith("llmopt_")]
 TOKENIZER = tiny_tokenizer()
@@ -210,8 +215,31 @@ def test_every_hook_is_called_once_while_the_pipeline_is_built_in_the_documented
     both = everything()
     with llmopt.build(MODEL, [both], tokenizer=TOKENIZER):
         called = list(both.calls)
-    verbs = [(stage, verb) for stage in STAGES for verb in ("replace", "wrap")]
-    assert called == ["llmopt_configure", *(f"llmopt_{verb}_{stage}" for stage, verb in verbs), "llmopt_finish"]
+    ordered = [f"llmopt_{verb}_{stage}" for stage in STAGES for verb in ("replace", "wrap")]
+    ordered.insert(ordered.index("llmopt_replace_lookup"), "llmopt_reserve")
+    assert called == ["llmopt_configure", *ordered, "llmopt_finish"]
+
+
+def test_the_pool_leaves_the_memory_that_plugins_reserve_to_them() -> None:
+    def build(*reserved: Any, **options: Any) -> InferencePipeline:
+        probe = plugin("small", "llmopt_wrap_probe", lambda probe: lambda: dataclasses.replace(
+            probe(), device_available_bytes=1 << 20))  # fmt: skip
+        plugins = [plugin(f"holds{i}", "llmopt_reserve", lambda size=size: size) for i, size in enumerate(reserved)]
+        return llmopt.build(tiny_model(), [probe, *plugins], memory_fraction=0.5, block_size=4, **options)
+
+    def num_bytes(pipe: InferencePipeline) -> int:
+        with pipe:
+            return pipe.describe().pool_bytes
+
+    assert num_bytes(build()) == 512 << 10
+    assert num_bytes(build(None, 0)) == 512 << 10
+    assert num_bytes(build(256 << 10, 128 << 10)) == (1024 - 256 - 128 << 10) // 2
+    assert num_bytes(build("not asked", pool_bytes=64 << 10)) == 64 << 10
+    with pytest.raises(MemoryBudgetError, match="beside the 1040384 bytes of plugin 'holds0' and the 8192 bytes of"):
+        build(1016 << 10, 8 << 10)
+    for wrong in (-1, 0.5, "all"):
+        with pytest.raises(PluginHookError, match="from llmopt_reserve; it returns a number of bytes or None"):
+            build(wrong)
 
 
 def test_a_model_given_by_name_is_loaded_by_the_first_plugin_that_wants_to(tmp_path: Path) -> None:

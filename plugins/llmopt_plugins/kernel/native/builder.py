@@ -19,14 +19,16 @@ from llmopt_plugins.kernel.native.packing import (
     WeightSource,
     extension,
     fill,
+    layout,
     pack,
 )
 from llmopt_plugins.kernel.native.weight_watch import WeightWatch
 
 if TYPE_CHECKING:
     import numpy as np
+    from transformers import PreTrainedModel
 
-    from llmopt.config import PipelineConfig
+    from llmopt.config import KernelConfig, PipelineConfig
     from llmopt.kv_cache import KVCache
     from llmopt.registry import BuildContext
     from llmopt_plugins.kernel.native.packed_store import PackedStore
@@ -93,6 +95,24 @@ def make_executor(
     return NativeExecute(
         packed, decoder, core.StepPlan(), plan.vocab_size, context.baseline.execute, watch, refresh, about
     )
+
+
+def bytes_to_hold(model: PreTrainedModel, config: KernelConfig, source: WeightSource | None = None) -> int | None:
+    """Bytes of the packed weights, at most; None for a model that the decoder cannot run.
+
+    Nothing is packed and no weight is read. Where packing decides by the weights whether groups of four bits have a
+    minimum, they count as having one (half a bit per weight more).
+
+    :param source: where the weights come from; None: the model itself.
+    """
+    try:
+        plan = read_decoder(model)
+    except NotNativeError:
+        return None
+    if config.weight_minimum is None:
+        config = replace(config, weight_minimum=True)
+    shapes = choose_shapes(plan.matrices, source or ModelWeights(model), config)
+    return layout(shapes, {name: vector.count for name, vector in plan.vectors.items()})[2]
 
 
 def check_cache(plan: DecoderPlan, kv_cache: KVCache) -> None:
