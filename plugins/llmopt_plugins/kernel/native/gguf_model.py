@@ -15,6 +15,7 @@ from llmopt.errors import ModelError
 from llmopt.hub import load_tokenizer, read_gguf_config, torch_dtype
 from llmopt.loaded_model import LoadedModel
 from llmopt_plugins.kernel.native.gguf_file import GgufFile
+from llmopt_plugins.kernel.native.gguf_rope import read_rope
 from llmopt_plugins.kernel.native.gguf_weights import GgufWeights
 from llmopt_plugins.kernel.native.late_weights import LateWeights
 
@@ -46,6 +47,7 @@ def load_gguf(path: Path, load_options: dict[str, Any], *, keep: bool = False) -
     dtype = torch_dtype(load_options.get("dtype", "auto"))
     config, tokenizer = _config_and_tokenizer(path, keep)
     config._name_or_path = str(path)
+    read_rope(file, config)
     model = _empty_model(config, torch.bfloat16 if dtype == "auto" else dtype, load_options.get("attn_implementation"))
     model.name_or_path = str(path)
     weights = GgufWeights(file, model)

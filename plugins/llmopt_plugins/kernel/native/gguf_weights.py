@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from llmopt.errors import ModelError
+from llmopt_plugins.kernel.native.gguf_rope import ROPE_TENSORS
 from llmopt_plugins.kernel.native.packing import MatrixShape, extension
 
 if TYPE_CHECKING:
@@ -37,7 +38,6 @@ ARCHITECTURES = ("llama", "qwen2", "qwen3", "phi3", "starcoder2", "gemma2", "gem
 
 _PAIRS_TOGETHER = ("llama",)  # rows of queries and keys are in another order
 _NORMS_PLUS_ONE = ("gemma2", "gemma3")  # norms are stored as the model uses them, one more than its weights
-_IGNORED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")  # as transformers does
 
 
 class GgufRows:
@@ -100,7 +100,7 @@ class GgufWeights:
                 found[name] = found[other]
         missing = [name for name in shapes if name not in found]
         used = {tensor.name for tensor in found.values()}
-        unused = [name for name in self.file.tensors if name not in used and name not in _IGNORED]
+        unused = [name for name in self.file.tensors if name not in used and name not in ROPE_TENSORS]
         if missing or unused:
             told = [f"the file lacks {_some(missing)}"] * bool(missing)
             told += [f"the model has no place for {_some(unused)}"] * bool(unused)

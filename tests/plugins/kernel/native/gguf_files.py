@@ -40,9 +40,11 @@ def rotated(weight: np.ndarray, num_heads: int) -> np.ndarray:
     return weight.reshape(num_heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
-def write_gguf(path: Path, model: Any, kind: Type, *, changed: dict[str, Any] | None = None, seed: int = 0) -> None:
+def write_gguf(path: Path, model: Any, kind: Type, *, changed: dict[str, Any] | None = None, seed: int = 0,
+               metadata: dict[str, Any] | None = None) -> None:  # fmt: skip
     """Write a tiny Llama or Qwen2 model with its matrices in one type and a byte vocabulary.
 
+    :param metadata: more keys, texts or numbers.
     :param changed: tensors by their names in the file, in place of the model's; None leaves one out.
     """
     config, rng = model.config, np.random.default_rng(seed)
@@ -64,6 +66,9 @@ def write_gguf(path: Path, model: Any, kind: Type, *, changed: dict[str, Any] | 
     writer.add_token_list(tokens)
     writer.add_token_types([1] * len(tokens))
     writer.add_token_merges(["! !"])
+    for key, value in (metadata or {}).items():
+        add = writer.add_string if isinstance(value, str) else writer.add_float32
+        add(key, value)
     for name in ("bos", "eos", "pad"):
         getattr(writer, f"add_{name}_token_id")(getattr(config, f"{name}_token_id") or 0)
     names = gguf.get_tensor_name_map(
