@@ -59,6 +59,8 @@ Array view(nb::handle object, const char* argument, const char* expected) {
                             .c_str());
 }
 
+// Defined in block_pool.cc.
+void bind_block_pool(nb::module_& m);
 // Defined in decoder.cc: packed matrices, the decoder and what it is made of.
 void bind_decoder(nb::module_& m);
 // Defined in fused.cc: norms, gated activations, rotation, products with few rows.

@@ -162,6 +162,7 @@ NB_MODULE(_core, m) {
       .def(nb::init<>())
       .def("update", &update_plan, "block_tables"_a, "seq_lens"_a, "cu_seqlens_q"_a, "slot_mapping"_a = nb::none());
 
+  bind_block_pool(m);
   bind_decoder(m);
   bind_gguf(m);
 

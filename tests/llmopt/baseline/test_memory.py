@@ -23,7 +23,7 @@ def poison(pipe: InferencePipeline) -> None:
 
     def fill() -> None:
         for layer in pipe.kv_cache.layers.values():
-            free = torch.tensor(pipe.block_pool._free)
+            free = torch.tensor(pipe.block_pool.free_blocks(), dtype=torch.long)
             layer.key[free] = torch.nan
             layer.value[free] = torch.nan
 
