@@ -104,6 +104,23 @@ class Batch:
 
 
 @dataclass(slots=True)
+class StepBudget:
+    """What a step may hold. Each plugin narrows what the one inside it gave, and widens nothing."""
+
+    num_tokens: int  # tokens of the forward, without drafts
+    num_prefill_tokens: int  # how many of them may belong to requests that are more than one token behind
+    may_start: bool = True  # whether waiting requests may start
+    # prompt tokens that the first prompt in line may take while others have some too; the rest of
+    # `num_prefill_tokens` goes to the shortest of the others first. None: prompts in order, each as much as is left
+    num_first_tokens: int | None = None
+    wake_s: float | None = None  # when time alone makes this budget wider, of time.perf_counter()
+
+    def wake_at(self, time_s: float) -> None:
+        """Ask for a step at this time, or earlier when others ask for one."""
+        self.wake_s = time_s if self.wake_s is None else min(self.wake_s, time_s)
+
+
+@dataclass(slots=True)
 class DraftTokens:
     """Guesses for the next tokens, one row per request of the batch."""
 

@@ -166,12 +166,15 @@ class _Builder:
             "admit": lambda: baseline.BaselineAdmit(
                 stages.allocate, pool, capabilities.vocab_size, context.max_model_len
             ),
+            "order": baseline.BaselineOrder,
+            "budget": lambda: baseline.BaselineBudget(config.scheduling.max_tokens_per_step),
             "schedule": lambda: baseline.BaselineSchedule(
+                stages.order,
+                stages.budget,
                 stages.allocate,
                 stages.lookup,
                 builder,
                 max_num_requests=max_num_requests,
-                max_tokens_per_step=config.scheduling.max_tokens_per_step,
                 can_chunk=not capabilities.has_states,
                 num_lookahead=config.speculation.max_num_draft,
             ),

@@ -15,7 +15,8 @@ LlmoptError
 ├── RequestError (ValueError)                a request the engine refuses
 │   ├── InvalidPromptError                   empty prompt, ids outside the vocabulary
 │   ├── ContextLengthError                   prompt and new tokens exceed the context
-│   └── RequestTooLargeError                 the KV pool could never hold it
+│   ├── RequestTooLargeError                 the KV pool could never hold it
+│   └── DeadlineError                        it can no longer end before its deadline
 ├── StageError (RuntimeError)                an exception inside a stage; names plugin and stage
 ├── NonFiniteLogitsError (RuntimeError)      the model returned NaN or infinity
 ├── RequestAbortedError (RuntimeError)       somebody aborted the request
@@ -87,6 +88,10 @@ class ContextLengthError(RequestError):
 
 class RequestTooLargeError(RequestError):
     """The KV pool could not hold this request even if it were alone."""
+
+
+class DeadlineError(RequestError):
+    """The request can no longer end before its deadline; raised when it arrives, or while it waits."""
 
 
 class StageError(LlmoptError, RuntimeError):

@@ -8,8 +8,8 @@ leave it alone; the plugin listed last is outermost. Hooks may name fewer argume
 
 ``config`` is the whole `PipelineConfig`, read-only. ``context`` is the `BuildContext`: the model, the tokenizer, the
 machine, the pool, and the stages that exist already. Stages are built in this order: probe, place, shard, lookup,
-allocate, adapt, attend, execute, tokenize, encode_media, constrain, detokenize, admit, schedule, commit, propose,
-verify, exchange.
+allocate, adapt, attend, execute, tokenize, encode_media, constrain, detokenize, admit, order, budget, schedule, commit,
+propose, verify, exchange.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         Admit,
         Allocate,
         Attend,
+        Budget,
         Commit,
         Constrain,
         Detokenize,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
         Exchange,
         Execute,
         Lookup,
+        Order,
         Place,
         Probe,
         Propose,
@@ -205,6 +207,48 @@ def llmopt_wrap_admit(admit: Admit, config: PipelineConfig, context: BuildContex
     Runs once per request.
 
     :param admit: the stage as the plugins listed earlier left it.
+    :returns: a stage of the same protocol, or None to leave it alone.
+    """
+
+
+@hookspec
+def llmopt_replace_order(config: PipelineConfig, context: BuildContext) -> Order | None:
+    """Replace the order of the queue.
+
+    Runs in `schedule`, first of all, in every step.
+
+    :returns: a stage of protocol `Order`, or None when this plugin does not want to after all.
+    """
+
+
+@hookspec
+def llmopt_wrap_order(order: Order, config: PipelineConfig, context: BuildContext) -> Order | None:
+    """Wrap the order of the queue.
+
+    Runs in `schedule`, first of all, in every step.
+
+    :param order: the stage as the plugins listed earlier left it.
+    :returns: a stage of the same protocol, or None to leave it alone.
+    """
+
+
+@hookspec
+def llmopt_replace_budget(config: PipelineConfig, context: BuildContext) -> Budget | None:
+    """Replace the budget of a step.
+
+    Runs in `schedule`, after `order`, in every step.
+
+    :returns: a stage of protocol `Budget`, or None when this plugin does not want to after all.
+    """
+
+
+@hookspec
+def llmopt_wrap_budget(budget: Budget, config: PipelineConfig, context: BuildContext) -> Budget | None:
+    """Wrap the budget of a step.
+
+    Runs in `schedule`, after `order`, in every step.
+
+    :param budget: the stage as the plugins listed earlier left it.
     :returns: a stage of the same protocol, or None to leave it alone.
     """
 

@@ -16,6 +16,8 @@ STAGES: tuple[str, ...] = (
     "constrain",
     "detokenize",
     "admit",
+    "order",
+    "budget",
     "schedule",
     "commit",
     "propose",
@@ -26,7 +28,7 @@ STAGES: tuple[str, ...] = (
 
 LAYERS: dict[str, tuple[str, ...]] = {
     "application": ("tokenize", "encode_media", "constrain", "detokenize"),
-    "scheduling": ("admit", "schedule", "commit"),
+    "scheduling": ("admit", "order", "budget", "schedule", "commit"),
     "speculation": ("propose", "verify"),
     "parallelism": ("shard", "exchange"),
     "kernel": ("execute", "attend"),

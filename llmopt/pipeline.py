@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         Adapt,
         Admit,
         Allocate,
+        Budget,
         Commit,
         Constrain,
         Detokenize,
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
         Execute,
         Lookup,
         Machine,
+        Order,
         Prompt,
         Propose,
         Schedule,
@@ -54,6 +56,8 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger("llmopt")
+
+_IDLE_S = 0.01  # a scheduler that runs nothing and names no time is asked again after this
 
 
 class InferencePipeline:
@@ -84,6 +88,8 @@ class InferencePipeline:
     constrain: Constrain
     detokenize: Detokenize
     admit: Admit
+    order: Order
+    budget: Budget
     schedule: Schedule
     commit: Commit
     lookup: Lookup
@@ -150,6 +156,9 @@ class InferencePipeline:
                 raise
             finally:
                 self._is_stepping = False
+            if self.queue.refused:
+                output.finished += [r for r in self.queue.refused if r not in output.finished]
+                self.queue.refused.clear()
             if output.num_tokens:
                 counts = self._counts
                 counts["num_steps"] += 1
@@ -285,6 +294,7 @@ class InferencePipeline:
             for request in requests:
                 self.allocate.free(request)
                 self.queue.free_slot(request)
+            self._lock.notify_all()  # somebody may wait for these blocks
 
     def wait(self, is_done: Callable[[], bool]) -> None:
         """Step until ``is_done()``, or let the background thread do so when there is one."""
@@ -296,14 +306,21 @@ class InferencePipeline:
                 if self._thread is not None and self._thread.is_alive():
                     self._lock.wait(timeout_s=1.0)
                     continue
-                output = self.advance()
-            self._give_way(output)
+                self._advance_or_sleep()
+            self._give_way()
 
-    def _give_way(self, output: StepOutput) -> None:
-        """Let other callers take the lock between two steps; without work, wait for company or for blocks."""
+    def _advance_or_sleep(self) -> None:
+        """Run one step; when nothing can run, sleep until a request comes or goes, or the scheduler wants a step."""
+        output = self.advance()
         if not output.num_tokens and not output.finished:
-            time.sleep(0.0005)
-        elif self._lock.is_wanted:
+            wake_s = self.queue.wake_s
+            timeout_s = _IDLE_S if wake_s is None else min(1.0, wake_s - time.perf_counter())
+            if timeout_s > 0.0:
+                self._lock.wait(timeout_s)
+
+    def _give_way(self) -> None:
+        """Let other callers take the lock between two steps."""
+        if self._lock.is_wanted:
             time.sleep(0.00005)  # long enough for the others to wake up
 
     def check_supported(self) -> None:
@@ -366,8 +383,8 @@ class InferencePipeline:
                         self._lock.wait()
                     if self._is_closed:
                         return
-                    output = self.advance()
-                self._give_way(output)
+                    self._advance_or_sleep()
+                self._give_way()
         except BaseException as error:  # no error of a stage, `advance` deals with those: the thread is told to exit
             logger.exception("the background thread ends; so do the requests that it was running.")
             with self._lock:

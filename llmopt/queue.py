@@ -19,6 +19,9 @@ class RequestQueue:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.by_id: dict[str, Request] = {}
+        self.wake_s: float | None = None  # when the scheduler wants a step although nothing happens, of perf_counter()
+        self.refused: list[Request] = []  # ended by `refuse`; the pipeline tells those who wait for them
+        self.is_alone = False  # an `only` view: its request is to run now, whatever a budget says
 
     def __len__(self) -> int:
         return len(self.by_id)
@@ -60,6 +63,12 @@ class RequestQueue:
         if not request.keep_blocks:
             self.free_slot(request)
 
+    def refuse(self, request: Request, error: BaseException) -> None:
+        """End a waiting request, which holds no KV, with an error that says why."""
+        request.finish("error", error)
+        self.remove(request)
+        self.refused.append(request)
+
     def free_slot(self, request: Request) -> None:
         """Take the slot back from a request that has one, also when an `only` view started it."""
         if request.slot >= 0:
@@ -72,6 +81,7 @@ class RequestQueue:
     def only(self, request: Request) -> RequestQueue:
         """A queue that shows one request alone, to find out which request of a batch makes a stage fail."""
         view = RequestQueue(0)
+        view.is_alone = True
         view.free_slots = self.free_slots  # shared, so that slots stay unique
         view.by_id[request.request_id] = request
         (view.running if request in self.running else view.waiting).append(request)
@@ -87,3 +97,6 @@ class RequestQueue:
             if request in self.running:
                 self.running.remove(request)
                 self.waiting.appendleft(request)
+        for request in view.refused:
+            self.remove(request)
+            self.refused.append(request)

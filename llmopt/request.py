@@ -141,6 +141,8 @@ class Request:
     eos_token_ids: frozenset[int] = frozenset()  # ids that end the output, `stop_token_ids` included
     arrival_s: float = field(default_factory=time.perf_counter)
     priority: int = 0  # smaller runs first, for schedulers that care
+    tenant: str | None = None  # on whose behalf, for schedulers that share fairly; None is a tenant like any other
+    deadline_s: float | None = None  # seconds from arrival to the last token, for schedulers that refuse what is late
     seed: int = 0  # the random stream of this request
     parent: Request | None = None  # the request with the same prompt whose KV is shared (n > 1)
     lockstep: Lockstep | None = None  # the group that chooses this request's tokens

@@ -9,8 +9,8 @@ When each is called::
 
     build      probe, place, shard
     arrival    tokenize, encode_media, admit
-    step       schedule (lookup, allocate), propose, constrain, exchange, adapt, execute (attend), verify,
-               commit (detokenize, allocate.free)
+    step       schedule (order, budget, lookup, allocate), propose, constrain, exchange, adapt, execute (attend),
+               verify, commit (detokenize, allocate.free)
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from llmopt.batch import AcceptedTokens, Batch, BestTokens, DraftTokens, StepOutput
+    from llmopt.batch import AcceptedTokens, Batch, BestTokens, DraftTokens, StepBudget, StepOutput
     from llmopt.kv_cache import LayerKV
     from llmopt.queue import RequestQueue
     from llmopt.request import Request
@@ -90,12 +90,36 @@ class Admit(Protocol):
         """
 
 
+class Order(Protocol):
+    def __call__(self, queue: RequestQueue) -> None:
+        """Bring the queue into the order in which requests are considered.
+
+        ``queue.waiting`` starts from its head; ``queue.running`` is pre-empted from its end. Called in every step, so
+        it does little when nothing has changed. Adds nothing and removes nothing, except that ``queue.refuse`` may end
+        a waiting request that has become pointless. The baseline leaves the order of arrival.
+        """
+
+
+class Budget(Protocol):
+    def __call__(self, queue: RequestQueue) -> StepBudget:
+        """Say what this step may hold; ``queue`` is in order by then.
+
+        A `StepBudget` (`llmopt.batch`) has ``num_tokens``, ``num_prefill_tokens``, ``may_start``, ``num_first_tokens``
+        and ``wake_s``. Decodes come first and take one token each; the prefill tokens are for prompts. A wrapping
+        stage narrows what the inner one returned. Who holds work back until some time says so with
+        ``budget.wake_at(time_s)``: without another event the next step comes then. The baseline allows
+        ``max_tokens_per_step`` of any kind.
+        """
+
+
 class Schedule(Protocol):
     def __call__(self, queue: RequestQueue) -> Batch | None:
         """Choose how many tokens each request computes in this step; None when nothing can run.
 
-        There is no prefill phase: a request is behind by ``num_tokens - num_computed_tokens`` and catches up. Starts
-        waiting requests, allocates blocks, pre-empts when blocks run out. Does not advance ``num_computed_tokens``.
+        There is no prefill phase: a request is behind by ``num_tokens - num_computed_tokens`` and catches up. The
+        baseline calls `order`, then `budget`, and fills: decodes, prompts that are under way, waiting requests. It
+        allocates blocks, and pre-empts when they run out. Does not advance ``num_computed_tokens``. With None it sets
+        ``queue.wake_s`` when waiting alone will change something.
         """
 
 

@@ -8,7 +8,7 @@ import logging
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from numbers import Integral
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 from llmopt import recovery
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("llmopt")
 
 _SAMPLING = {f.name for f in fields(SamplingParams)}
-_REQUEST = {"request_id", "priority", "adapter", "logits_processors"}
+_REQUEST = {"request_id", "priority", "tenant", "deadline_s", "adapter", "logits_processors"}
 _numbers = itertools.count()
 
 
@@ -142,6 +142,7 @@ def make_requests(pipeline: InferencePipeline, prompt: Prompt, options: Mapping[
     processors = others.get("logits_processors", ())
     if not isinstance(processors, Sequence) or not all(map(callable, processors)):
         raise RequestError(f"logits_processors must be a list of callables, found {processors!r}.")
+    _check_service(others)
     config = pipeline.model.generation_config
     given = options.pop("sampling", None)
     _note_ignored(pipeline, config)
@@ -180,6 +181,21 @@ def make_requests(pipeline: InferencePipeline, prompt: Prompt, options: Mapping[
     return requests
 
 
+def _check_service(others: Mapping[str, Any]) -> None:
+    """Refuse values that a scheduler could not compare.
+
+    :raises RequestError: names the option.
+    """
+    priority, tenant, deadline_s = others.get("priority", 0), others.get("tenant"), others.get("deadline_s")
+    if not isinstance(priority, Integral) or isinstance(priority, bool):
+        raise RequestError(f"priority must be an int, smaller runs first; found {priority!r}.")
+    if tenant is not None and not isinstance(tenant, str):
+        raise RequestError(f"tenant must be a text, found {tenant!r}.")
+    is_number = isinstance(deadline_s, Real) and not isinstance(deadline_s, bool)
+    if deadline_s is not None and not (is_number and deadline_s > 0):
+        raise RequestError(f"deadline_s must be a number of seconds above 0, found {deadline_s!r}.")
+
+
 def stream(pipeline: InferencePipeline, prompt: Prompt, **options: Any) -> Iterator[str]:
     """Yield the text of one request as it comes.
 
@@ -187,9 +203,9 @@ def stream(pipeline: InferencePipeline, prompt: Prompt, **options: Any) -> Itera
     The request is aborted when the generator is closed early.
 
     :param prompt: text, chat messages, or token ids.
-    :param options: fields of `SamplingParams` (also as ``sampling=``), ``request_id``, ``priority``, ``adapter``,
-        ``logits_processors``. What is not given comes from the model's generation config: see `sampling_params`, which
-        says which of its fields count.
+    :param options: fields of `SamplingParams` (also as ``sampling=``), ``request_id``, ``priority``, ``tenant``,
+        ``deadline_s``, ``adapter``, ``logits_processors``. What is not given comes from the model's generation config:
+        see `sampling_params`, which says which of its fields count.
     :raises RequestError: bad prompt or parameters, at the call and not at the first piece.
     """
     requests = make_requests(pipeline, prompt, options)

@@ -5,7 +5,13 @@ from llmopt.baseline.hardware import BaselinePlace, BaselineProbe
 from llmopt.baseline.kernel import BaselineAttend, BaselineExecute
 from llmopt.baseline.memory import BaselineAdapt, BaselineAllocate, BaselineLookup
 from llmopt.baseline.parallelism import BaselineExchange, BaselineShard
-from llmopt.baseline.scheduling import BaselineAdmit, BaselineCommit, BaselineSchedule
+from llmopt.baseline.scheduling import (
+    BaselineAdmit,
+    BaselineBudget,
+    BaselineCommit,
+    BaselineOrder,
+    BaselineSchedule,
+)
 from llmopt.baseline.speculation import BaselinePropose, BaselineVerify
 
 __all__ = [
@@ -13,6 +19,7 @@ __all__ = [
     "BaselineAdmit",
     "BaselineAllocate",
     "BaselineAttend",
+    "BaselineBudget",
     "BaselineCommit",
     "BaselineConstrain",
     "BaselineDetokenize",
@@ -20,6 +27,7 @@ __all__ = [
     "BaselineExchange",
     "BaselineExecute",
     "BaselineLookup",
+    "BaselineOrder",
     "BaselinePlace",
     "BaselineProbe",
     "BaselinePropose",

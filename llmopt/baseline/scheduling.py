@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from llmopt.batch import AcceptedTokens, Batch, StepOutput
+from llmopt.batch import AcceptedTokens, Batch, StepBudget, StepOutput
 from llmopt.errors import ContextLengthError, InvalidPromptError, RequestError, RequestTooLargeError
 from llmopt.recovery import WrongResultError
 from llmopt.request import RequestStatus
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from llmopt.block_pool import BlockPool
     from llmopt.queue import RequestQueue
     from llmopt.request import Request
-    from llmopt.stages import Allocate, Detokenize, Lookup
+    from llmopt.stages import Allocate, Budget, Detokenize, Lookup, Order
 
 
 class BaselineAdmit:
@@ -61,13 +61,30 @@ class BaselineAdmit:
         queue.add(request)
 
 
+class BaselineOrder:
+    """First come, first served; pre-empted requests stand at the head of the line."""
+
+    def __call__(self, queue: RequestQueue) -> None:
+        return None
+
+
+class BaselineBudget:
+    """So many tokens per step, of whatever kind."""
+
+    def __init__(self, max_tokens_per_step: int) -> None:
+        self.max_tokens_per_step = max_tokens_per_step
+
+    def __call__(self, queue: RequestQueue) -> StepBudget:
+        return StepBudget(self.max_tokens_per_step, self.max_tokens_per_step)
+
+
 class BaselineSchedule:
-    """Running requests first, in order of admission; then waiting ones in order of arrival.
+    """Decodes first, then prompts that are under way, then waiting requests; each in the order of its line.
 
     Policy when the pool is short: a waiting request that lacks blocks lets later ones pass, until ``max_overtakes``
     requests have started before it; then nobody passes, so it runs at the latest when the running ones end. A running
-    request that lacks blocks pre-empts the one admitted last, which starts again from its first token; nobody starts in
-    such a step.
+    request that lacks blocks pre-empts the one at the end of the line, which starts again from its first token; nobody
+    starts in such a step.
 
     :param can_chunk: whether a prompt may be computed in several steps; recurrent states only take a whole one.
     :param num_lookahead: draft tokens to keep room for.
@@ -77,46 +94,129 @@ class BaselineSchedule:
 
     def __init__(
         self,
+        order: Order,
+        budget: Budget,
         allocate: Allocate,
         lookup: Lookup,
         builder: BatchBuilder,
         max_num_requests: int,
-        max_tokens_per_step: int,
         can_chunk: bool,
         num_lookahead: int,
     ) -> None:
+        self.order = order
+        self.budget = budget
         self.allocate = allocate
         self.lookup = lookup
         self.builder = builder
         self.max_num_requests = max_num_requests
-        self.max_tokens_per_step = max_tokens_per_step
         self.can_chunk = can_chunk
         self.num_lookahead = num_lookahead
         self.num_preemptions = 0
         self._overtakes: dict[Request, int] = {}  # head of the line -> requests that passed it
 
     def __call__(self, queue: RequestQueue) -> Batch | None:
-        budget = self.max_tokens_per_step
+        self.order(queue)
+        budget = self.budget(queue)
+        if not isinstance(budget, StepBudget):
+            raise WrongResultError("budget", budget, "a StepBudget")
+        if queue.is_alone:
+            budget = StepBudget(budget.num_tokens, budget.num_tokens)
+        queue.wake_s = None
         num_preemptions = self.num_preemptions
         allocate, num_lookahead = self.allocate, self.num_lookahead
         chosen: dict[Request, int] = {}
+        prompts: list[Request] = []
+        left = budget.num_tokens
         for request in list(queue.running):
-            if request.status is not RequestStatus.RUNNING or budget <= 0:
-                continue
-            num_new = request.num_tokens - request.num_computed_tokens
-            if num_new != 1 or request.companions is not None:  # a decode always fits
-                num_new = self._fit(request, budget, bool(chosen))
-            if num_new == 0:
-                continue  # waits for the rest of its group, or does not fit this step
-            if not allocate(request, num_new + num_lookahead) and not self._make_room(request, num_new, queue, chosen):
-                continue
-            chosen[request] = num_new
-            budget -= num_new
-        if queue.waiting and num_preemptions == self.num_preemptions:
-            self._start_waiting(queue, chosen, budget)
+            behind = request.num_tokens - request.num_computed_tokens
+            if behind > 1 or (behind and request.companions is not None):
+                prompts.append(request)
+            elif (
+                behind  # 0: waits for its group
+                and left > 0
+                and request.status is RequestStatus.RUNNING
+                and (allocate(request, 1 + num_lookahead) or self._make_room(request, 1, queue, chosen))
+            ):
+                chosen[request] = 1
+                left -= 1
+        num_prefill = min(left, budget.num_prefill_tokens)
+        if num_prefill > 0 and (prompts or (queue.waiting and budget.may_start)):
+            may_start = budget.may_start and num_preemptions == self.num_preemptions
+            self._fill(queue, chosen, prompts, may_start, left, num_prefill, budget.num_first_tokens)
         if not chosen:
-            return self(queue) if self._break_stall(queue) else None
+            if num_prefill > 0 and budget.may_start and self._break_stall(queue):
+                return self(queue)
+            queue.wake_s = budget.wake_s
+            return None
         return self.builder.build(list(chosen), list(chosen.values()))
+
+    def _fill(
+        self,
+        queue: RequestQueue,
+        chosen: dict[Request, int],
+        prompts: list[Request],
+        may_start: bool,
+        left: int,
+        num_prefill: int,
+        num_first: int | None,
+    ) -> None:
+        """Give prompt tokens to running requests, and start waiting ones.
+
+        :param prompts: running requests that are more than one token behind.
+        :param left: tokens of the step that decodes have left.
+        :param num_prefill: how many of them may belong to prompts.
+        :param num_first: see `StepBudget`.
+        """
+        line = [*prompts, *queue.waiting] if may_start else prompts
+        if num_first is not None and len(line) > 1:  # the first keeps its place; the others by what they lack
+            line = [line[0], *sorted(line[1:], key=_remaining)]
+        decodes = len(chosen)
+        num_preemptions = self.num_preemptions
+        blocked: Request | None = None
+        num_failed = 0
+        for place, request in enumerate(line):
+            if num_prefill <= 0:
+                break
+            if request in chosen:
+                continue  # came with a companion
+            limit = num_prefill if num_first is None or place or len(line) == 1 else min(num_prefill, num_first)
+            if not self.can_chunk or request.companions is not None:  # whole: the first may go beyond its share
+                limit = num_prefill if len(chosen) > decodes else left
+            if request.status is RequestStatus.RUNNING:
+                num_new = self._fit(request, limit, bool(chosen))
+                if num_new and (
+                    self.allocate(request, num_new + self.num_lookahead)
+                    or self._make_room(request, num_new, queue, chosen)
+                ):
+                    chosen[request] = num_new
+                    num_prefill -= num_new
+                    left -= num_new
+                continue
+            if not may_start or num_preemptions != self.num_preemptions:
+                continue
+            if len(queue.running) >= self.max_num_requests or not queue.free_slots:
+                may_start = False
+                continue
+            if request.parent is not None and request.parent.status is RequestStatus.WAITING:
+                continue  # shares a prompt that has not started; it holds nobody up meanwhile
+            if not self._start(request, queue, chosen, limit):
+                blocked = blocked or request
+                num_failed += 1  # a long line of requests that all lack blocks is not walked to its end in every step
+                if num_failed > self.max_overtakes or self._overtakes.get(blocked, 0) >= self.max_overtakes:
+                    may_start = False
+                continue
+            num_new = chosen[request]
+            if request.companions is not None:
+                num_new += self._start_companions(request, queue, chosen)
+            num_prefill -= num_new
+            left -= num_new
+            self._overtakes.pop(request, None)
+            if blocked is not None:
+                self._overtakes[blocked] = self._overtakes.get(blocked, 0) + 1
+                if self._overtakes[blocked] >= self.max_overtakes:
+                    may_start = False
+        if len(self._overtakes) > len(queue):
+            self._overtakes = {r: n for r, n in self._overtakes.items() if queue.by_id.get(r.request_id) is r}
 
     def _fit(self, request: Request, budget: int, has_company: bool) -> int:
         """Tokens of a request that this step can take."""
@@ -141,33 +241,6 @@ class BaselineSchedule:
             if victim is request:
                 return False
         return True
-
-    def _start_waiting(self, queue: RequestQueue, chosen: dict[Request, int], budget: int) -> None:
-        blocked: Request | None = None
-        num_failed = 0
-        for request in list(queue.waiting):
-            if budget <= 0 or len(queue.running) >= self.max_num_requests or not queue.free_slots:
-                break
-            if request.status is RequestStatus.RUNNING:
-                continue  # came with a companion
-            if request.parent is not None and request.parent.status is RequestStatus.WAITING:
-                continue  # shares a prompt that has not started; it holds nobody up meanwhile
-            if not self._start(request, queue, chosen, budget):
-                blocked = blocked or request
-                num_failed += 1  # a long line of requests that all lack blocks is not walked to its end in every step
-                if num_failed > self.max_overtakes or self._overtakes.get(blocked, 0) >= self.max_overtakes:
-                    break
-                continue
-            budget -= chosen[request]
-            if request.companions is not None:
-                budget -= self._start_companions(request, queue, chosen)
-            self._overtakes.pop(request, None)
-            if blocked is not None:
-                self._overtakes[blocked] = self._overtakes.get(blocked, 0) + 1
-                if self._overtakes[blocked] >= self.max_overtakes:
-                    break
-        if len(self._overtakes) > len(queue):
-            self._overtakes = {r: n for r, n in self._overtakes.items() if queue.by_id.get(r.request_id) is r}
 
     def _break_stall(self, queue: RequestQueue) -> bool:
         """Free blocks when lockstep groups wait for members that cannot start.
@@ -221,6 +294,11 @@ class BaselineSchedule:
 
     def stats(self) -> dict[str, int]:
         return {"num_preemptions": self.num_preemptions}
+
+
+def _remaining(request: Request) -> tuple[int, int]:
+    """Sorts prompts by urgency, then by the tokens they lack."""
+    return request.priority, request.num_tokens - request.num_computed_tokens
 
 
 class BaselineCommit:

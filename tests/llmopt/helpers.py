@@ -73,9 +73,14 @@ class Drafts:
         return DraftTokens(ids, np.array([len(r) for r in rows], dtype=np.int32))
 
 
+_OF_REQUEST = (
+    "seed", "parent", "lockstep", "logits_processors", "eos", "priority", "tenant", "deadline_s", "arrival_s",
+)  # fmt: skip
+
+
 def request(prompt: Sequence[int], request_id: str = "r", **options: Any) -> Request:
     """A request as the faces make it; ``max_new_tokens`` is 8 unless given."""
-    extra = {n: options.pop(n) for n in ("seed", "parent", "lockstep", "logits_processors", "eos") if n in options}
+    extra = {n: options.pop(n) for n in _OF_REQUEST if n in options}
     params = SamplingParams(**{"max_new_tokens": 8, **options})
     assert params.max_new_tokens is not None
     eos = frozenset(extra.pop("eos", ())) | frozenset(params.stop_token_ids)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,14 @@ import torch
 
 import llmopt
 from llmopt import PluginInfo, hookimpl, recovery
-from llmopt.errors import PipelineClosedError, RequestAbortedError, RequestError, StageError, UnsupportedModelError
+from llmopt.errors import (
+    DeadlineError,
+    PipelineClosedError,
+    RequestAbortedError,
+    RequestError,
+    StageError,
+    UnsupportedModelError,
+)
 from llmopt.request import Request, SamplingParams
 from llmopt.testing import tiny_model, tiny_prompts
 from tests.llmopt.helpers import alone, assert_idle, build_tiny, pool_bytes, request, wrap
@@ -67,7 +75,7 @@ def failing(stage: str, name: str = "bad", after: int = 0, *, late: bool = False
 
 
 STEP_STAGES = [
-    "schedule", "lookup", "allocate", "propose", "constrain", "exchange",
+    "schedule", "order", "budget", "lookup", "allocate", "propose", "constrain", "exchange",
     "adapt", "execute", "verify", "commit", "detokenize",
 ]  # fmt: skip
 
@@ -486,3 +494,100 @@ def test_a_crowd_larger_than_pool_and_slots_ends() -> None:
         outputs = pipe.batch(tiny_prompts(60, max_length=40), max_new_tokens=20, ignore_eos=True, progress=False)
         assert [len(o.token_ids) for o in outputs] == [20] * 60
         assert_idle(pipe)
+
+
+# -- when nothing can run --------------------------------------------------------------------------------------------
+class Held:
+    """A budget that lets nobody start before a time, and counts how often it is asked."""
+
+    def __init__(self, inner: Any, until_s: float) -> None:
+        self.inner, self.until_s = inner, until_s
+        self.num_calls = 0
+
+    def __call__(self, queue: Any) -> Any:
+        self.num_calls += 1
+        budget = self.inner(queue)
+        if time.perf_counter() < self.until_s:
+            budget.may_start = False
+            budget.wake_at(self.until_s)
+        return budget
+
+
+@pytest.mark.parametrize("face", ["batch", "submit"])
+def test_who_waits_for_a_held_request_wakes_up_when_the_scheduler_wants_to_and_does_not_spin(face: str) -> None:
+    made: list[Held] = []
+    plugin = wrap("budget", lambda inner: made.append(Held(inner, 0.0)) or made[0])
+    with build_tiny(plugins=[plugin]) as pipe:
+        held = made[0]
+        pipe.batch([[5, 6]], max_new_tokens=2, progress=False)
+        start, held.num_calls = time.perf_counter(), 0
+        held.until_s = start + 0.15
+        if face == "batch":
+            (output,) = pipe.batch([[5, 6, 7]], max_new_tokens=2, ignore_eos=True, progress=False)
+        else:
+            output = pipe.submit([5, 6, 7], max_new_tokens=2, ignore_eos=True).result(timeout_s=30)
+        assert len(output.token_ids) == 2
+        assert output.ttft_s is not None
+        assert 0.14 < output.ttft_s < 0.6
+        assert held.num_calls <= 8  # once or twice before, twice for the tokens
+
+
+def test_a_request_that_arrives_while_others_are_held_back_wakes_the_one_who_sleeps() -> None:
+    def hold_pairs(inner: Any) -> Any:
+        def budget(queue: Any) -> Any:
+            found = inner(queue)
+            if len(queue) == 1 and not queue.running:
+                found.may_start = False
+                found.wake_at(time.perf_counter() + 30.0)
+            return found
+
+        return budget
+
+    with build_tiny(plugins=[wrap("budget", hold_pairs)]) as pipe:
+        start = time.perf_counter()
+        first = pipe.submit([5, 6, 7], max_new_tokens=2, ignore_eos=True)
+        time.sleep(0.05)
+        assert pipe.stats()["num_waiting"] == 1
+        second = pipe.submit([5, 6, 7], max_new_tokens=4, ignore_eos=True)
+        assert len(first.result(timeout_s=20).token_ids) == 2
+        second.abort()
+        assert time.perf_counter() - start < 10
+
+
+def test_a_request_refused_while_it_waits_ends_with_its_error_and_is_counted() -> None:
+    def refusing(inner: Any) -> Any:
+        def order(queue: Any) -> None:
+            inner(queue)
+            for made in list(queue.waiting):
+                if made.tenant == "late":
+                    queue.refuse(made, DeadlineError("too late"))
+
+        return order
+
+    with build_tiny(plugins=[wrap("order", refusing)]) as pipe:
+        wanted = alone(pipe, [5, 6, 7], max_new_tokens=3)
+        prompts = [{"prompt": [5, 6, 7]}, {"prompt": [8, 9], "tenant": "late"}]
+        good, bad = pipe.batch(prompts, max_new_tokens=3, progress=False)
+        assert good.token_ids == wanted
+        assert isinstance(bad.error, DeadlineError)
+        assert bad.finish_reason == "error"
+        with pytest.raises(DeadlineError, match="too late"):
+            pipe.submit([5, 6], tenant="late").result(timeout_s=20)
+        with pytest.raises(DeadlineError, match="too late"):
+            list(pipe.stream([5, 6], tenant="late"))
+        assert pipe.stats()["num_errors"] == 3
+        assert_idle(pipe)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"priority": 0.5}, "priority must be an int"),
+        ({"tenant": 3}, "tenant must be a text"),
+        ({"deadline_s": 0}, "deadline_s must be a number of seconds above 0, found 0"),
+        ({"deadline_s": "soon"}, "deadline_s must be a number"),
+    ],
+)
+def test_what_a_scheduler_could_not_compare_is_refused_at_the_door(options: dict[str, Any], told: str) -> None:
+    with build_tiny() as pipe, pytest.raises(RequestError, match=told):
+        pipe.batch([[5, 6]], progress=False, **options)

@@ -466,6 +466,7 @@ def test_an_error_in_the_plain_stage_under_a_wrap_is_not_blamed_on_the_wrap() ->
     ("stage", "found", "wanted"),
     [
         ("schedule", "'soup'", "a Batch or None"),
+        ("budget", "'soup'", "a StepBudget"),
         ("propose", "'soup'", "DraftTokens or None"),
         ("constrain", "'soup'", "a LogitsMask or None"),
         ("exchange", "None", "a Batch with DraftTokens or None"),

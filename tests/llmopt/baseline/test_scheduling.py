@@ -12,8 +12,8 @@ import pytest
 
 import llmopt
 from llmopt.baseline.memory import BaselineAllocate
-from llmopt.baseline.scheduling import BaselineSchedule
-from llmopt.batch import AcceptedTokens, Batch
+from llmopt.baseline.scheduling import BaselineBudget, BaselineOrder, BaselineSchedule
+from llmopt.batch import AcceptedTokens, Batch, StepBudget
 from llmopt.batch_builder import BatchBuilder
 from llmopt.block_pool import BlockPool
 from llmopt.errors import ContextLengthError, InvalidPromptError, RequestError, RequestTooLargeError
@@ -35,7 +35,15 @@ class Bench:
         self.allocate: Any = PagedAllocate(self.pool, 0) if paged else BaselineAllocate(self.pool)
         settings: dict[str, Any] = {"max_num_requests": 16, "max_tokens_per_step": 64, "can_chunk": True}
         settings |= {"num_lookahead": 0} | options
-        self.schedule = BaselineSchedule(self.allocate, lambda r: 0, BatchBuilder(BLOCK), **settings)
+        self.budget: Any = BaselineBudget(settings.pop("max_tokens_per_step"))
+        self.schedule = BaselineSchedule(
+            BaselineOrder(),
+            lambda queue: self.budget(queue),
+            self.allocate,
+            lambda r: 0,
+            BatchBuilder(BLOCK),
+            **settings,
+        )
         self.queue = RequestQueue(settings["max_num_requests"])
         self.num_computed = 0
         self.num_finished = 0
@@ -113,6 +121,91 @@ def test_no_more_requests_run_than_there_are_slots() -> None:
     assert set(bench.step()) == {"a", "b"}
     assert bench.run() == 5
     assert bench.started == ["a", "b", "c"]
+
+
+# -- order and budget of a step ------------------------------------------------------------------
+def test_decodes_come_before_prompts_that_started_earlier() -> None:
+    bench = Bench(64, max_tokens_per_step=4)
+    long, short = bench.add("long", 20), bench.add("short", 1)
+    bench.budget = lambda queue: StepBudget(4, 4, num_first_tokens=3)
+    assert bench.step() == {"long": 3, "short": 1}
+    bench.budget = lambda queue: StepBudget(4, 4)
+    batch = bench.schedule(bench.queue)
+    assert batch is not None
+    assert batch.requests == [short, long]
+    assert batch.num_scheduled.tolist() == [1, 3]
+
+
+def test_prompts_stay_within_their_part_of_the_budget_and_decodes_do_not_count() -> None:
+    bench = Bench(64)
+    bench.budget = lambda queue: StepBudget(64, 5)
+    bench.add("a", 4)
+    bench.add("b", 12)
+    assert bench.step() == {"a": 4, "b": 1}
+    assert bench.step() == {"a": 1, "b": 5}
+    bench.budget = lambda queue: StepBudget(64, 0)
+    assert bench.step() == {"a": 1}
+
+
+def test_nobody_starts_when_the_budget_says_so_and_those_under_way_go_on() -> None:
+    bench = Bench(64)
+    bench.budget = lambda queue: StepBudget(64, 3)
+    bench.add("a", 5)
+    bench.step()
+    bench.add("b", 5)
+    bench.budget = lambda queue: StepBudget(64, 64, may_start=False, wake_s=17.0)
+    assert bench.step() == {"a": 2}
+    assert bench.queue.wake_s is None  # there is work: nobody need wake up for it
+    bench.finish(bench.queue.running[0])
+    assert bench.step() == {}
+    assert bench.queue.wake_s == 17.0
+    bench.budget = lambda queue: StepBudget(64, 64)
+    assert bench.step() == {"b": 5}
+    assert bench.queue.wake_s is None
+
+
+def test_the_first_prompt_takes_its_share_and_the_rest_goes_to_the_shortest_of_the_others() -> None:
+    bench = Bench(256)
+    bench.budget = lambda queue: StepBudget(16, 16, num_first_tokens=8)
+    for name, size in (("huge", 60), ("large", 30), ("small", 5), ("tiny", 2)):
+        bench.add(name, size, new=1)
+    assert bench.step() == {"huge": 8, "tiny": 2, "small": 5, "large": 1}
+    assert bench.step() == {"huge": 8, "large": 8}
+    bench.add("urgent", 40, new=1, priority=-1)
+    assert bench.step() == {"huge": 8, "urgent": 8}  # among the others, priority comes before length
+
+
+def test_a_prompt_that_cannot_be_split_is_not_held_up_by_a_budget_for_chunks() -> None:
+    bench = Bench(64, can_chunk=False)
+    bench.budget = lambda queue: StepBudget(64, 4, num_first_tokens=2)
+    bench.add("a", 3)
+    bench.step()
+    bench.add("b", 20)
+    bench.add("c", 20)
+    assert bench.step() == {"a": 1, "b": 20}  # one whole prompt; the next in the next step
+    assert bench.step() == {"a": 1, "b": 1, "c": 20}
+
+
+def test_a_lone_view_runs_its_request_whatever_the_budget_holds_back() -> None:
+    bench = Bench(64)
+    bench.budget = lambda queue: StepBudget(64, 0, may_start=False)
+    made = bench.add("a", 5)
+    assert bench.step() == {}
+    batch = bench.schedule(bench.queue.only(made))
+    assert batch is not None
+    assert batch.num_scheduled.tolist() == [5]
+
+
+def test_a_closed_budget_is_no_reason_to_preempt_groups_that_wait_for_members() -> None:
+    bench = GroupBench(64)
+    group = Group()
+    bench.add("a0", 5, new=4, lockstep=group)
+    bench.add("a1", 5, new=4, lockstep=group)
+    bench.budget = lambda queue: StepBudget(64, 5)
+    assert bench.step() == {"a0": 5}
+    bench.budget = lambda queue: StepBudget(64, 64, may_start=False)
+    assert bench.step() == {}
+    assert bench.schedule.num_preemptions == 0
 
 
 # -- who waits ------------------------------------------------------------------------------------

@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from llmopt.baseline import BaselineAllocate, BaselineAttend, BaselineLookup, BaselineSchedule
+from llmopt.baseline import (
+    BaselineAllocate,
+    BaselineAttend,
+    BaselineBudget,
+    BaselineLookup,
+    BaselineOrder,
+    BaselineSchedule,
+)
 from llmopt.batch_builder import BatchBuilder
 from llmopt.block_pool import BlockPool
 from llmopt.errors import UnsupportedModelError
@@ -98,7 +105,9 @@ def test_keys_of_something_else_than_the_prompt_are_refused() -> None:
 def _schedule(num_blocks: int = 64, can_chunk: bool = True, max_tokens: int = 8) -> tuple[Any, RequestQueue]:
     pool = BlockPool(num_blocks, 2)
     lookup = BaselineLookup(pool, KVCache({}, num_blocks, 2), can_share=True)
-    schedule = BaselineSchedule(BaselineAllocate(pool), lookup, BatchBuilder(2), 8, max_tokens, can_chunk, 0)
+    schedule = BaselineSchedule(
+        BaselineOrder(), BaselineBudget(max_tokens), BaselineAllocate(pool), lookup, BatchBuilder(2), 8, can_chunk, 0
+    )
     return schedule, RequestQueue(8)
 
 
