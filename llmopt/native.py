@@ -14,6 +14,8 @@ import os
 from types import ModuleType
 from typing import Literal
 
+from llmopt.errors import ConfigError
+
 NativeMode = Literal["require", "auto", "off"]
 MODES: tuple[NativeMode, ...] = ("require", "auto", "off")
 
@@ -23,11 +25,11 @@ logger = logging.getLogger(__name__)
 def mode(requested: str | None = None) -> NativeMode:
     """How the extension is to be used: ``requested`` if given, else ``LLMOPT_NATIVE``, else ``auto``.
 
-    :raises ValueError: the value is none of ``require``, ``auto``, ``off``.
+    :raises ConfigError: the value is none of ``require``, ``auto``, ``off``.
     """
     value = requested if requested is not None else os.environ.get("LLMOPT_NATIVE", "auto")
     if value not in MODES:
-        raise ValueError(f"LLMOPT_NATIVE is {value!r}; choose one of {', '.join(MODES)}.")
+        raise ConfigError(f"LLMOPT_NATIVE is {value!r}; choose one of {', '.join(MODES)}.")
     return value
 
 
@@ -38,14 +40,17 @@ def _import_core() -> tuple[ModuleType | None, str | None]:
     except ImportError as error:
         return None, f"the extension llmopt._core cannot be imported ({error}); build it with `pip install .`"
     # A forced instruction set that the machine lacks is an error of the user, never a reason to fall back: it raises.
-    core.isa()
+    try:
+        core.isa()
+    except RuntimeError as error:
+        raise ConfigError(str(error)) from error
     return core, None
 
 
 def why_not(requested: str | None = None) -> str | None:
     """The reason why the native ops are not used, as a sentence; None when they are.
 
-    :raises RuntimeError: ``LLMOPT_ISA`` names an instruction set that is unknown or that this machine lacks.
+    :raises ConfigError: ``LLMOPT_ISA`` names an instruction set that is unknown or that this machine lacks.
     """
     if mode(requested) == "off":
         return "native ops are switched off (LLMOPT_NATIVE=off)"

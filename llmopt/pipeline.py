@@ -333,6 +333,9 @@ class InferencePipeline:
             raise UnsupportedModelError(
                 "the model is in training mode, so dropout would change its tokens. Call model.eval() first."
             )
+        changed = self.generate.changed_fact()
+        if changed is not None:
+            raise UnsupportedModelError(f"{changed}.")
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -191,7 +191,7 @@ class Registry:
     def _reason(self, plugin: Any, context: BuildContext) -> str | None:
         try:
             reason = plugin.why_unavailable(context)
-        except PluginError:
+        except LlmoptError:
             raise
         except Exception as error:
             raise PluginHookError(
@@ -367,8 +367,8 @@ class Registry:
         caller = self.manager.subset_hook_caller(hook, remove_plugins=others)
         try:
             results = caller(**arguments)
-        except (PluginError, ModelError):
-            raise
+        except LlmoptError:
+            raise  # on purpose; it says enough
         except Exception as error:
             raise PluginHookError(
                 f"plugin {info_of(plugin).name!r} failed in {hook}: {type(error).__name__}: {error}"

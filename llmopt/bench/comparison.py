@@ -11,14 +11,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from llmopt.bench.budget import Budget
-from llmopt.bench.contenders import Contender, HuggingFace, Pipeline
+from llmopt.bench.contenders import Contender, HuggingFace, Pipeline, SharedModel
 from llmopt.bench.measurement import Timing, measure
 from llmopt.bench.quality import WINDOW, measure_quality
 from llmopt.bench.tokens import Difference, Replay, agreement, first_difference, replay
 from llmopt.bench.workloads import BenchRequest
+from llmopt.plugin_search import make_plugin
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from llmopt.pipeline import InferencePipeline
 
 _CHECK_ROUND = 1_000_000  # a batch number that no timed round uses
 _WORST_FIRST = ("lossy", "distribution", "exact")
@@ -70,9 +73,13 @@ def contenders_for(
     plugins: dict[str, dict[str, Any]],
     *,
     max_model_len: int,
+    source: str | None = None,
+    load_options: dict[str, Any] | None = None,
 ) -> Iterator[list[Contender]]:
     """``model.generate``, the plain pipeline, the pipeline with each plugin, and with all when there are several.
 
+    :param model: loaded from ``source`` with ``load_options``, where these are given. Plugins that load models may then
+        load their own form of it (packed weights that were saved); all others use this one.
     :param plugins: plugin name to options. A plugin that requires others is built together with them.
     """
     pad_token_id = pad_id(model, tokenizer)
@@ -82,7 +89,17 @@ def contenders_for(
     model.generation_config.eos_token_id = None  # every contender generates as many tokens as it is asked for
     try:
         for label, chosen in sets.items():
-            contenders.append(_pipeline(label, model, tokenizer, chosen, pad_token_id, max_model_len, 0.5 / len(sets)))
+            pipe, promise = build_pipeline(
+                model,
+                tokenizer,
+                [make_plugin(name, options) for name, options in chosen.items()],
+                source=source,
+                load_options=load_options,
+                max_model_len=max_model_len,
+                memory_fraction=0.5 / len(sets),
+            )
+            contenders.append(Pipeline(label, promise, pipe, pad_token_id))
+            pipe.model.generation_config.eos_token_id = None  # a plugin may have loaded a model of its own
         yield contenders
     finally:
         for contender in contenders:
@@ -100,26 +117,28 @@ def plugin_sets(plugins: dict[str, dict[str, Any]]) -> dict[str, dict[str, dict[
     return sets
 
 
-def _pipeline(
-    label: str,
+def build_pipeline(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None,
-    chosen: dict[str, dict[str, Any]],
-    pad_token_id: int,
-    max_model_len: int,
-    memory_fraction: float,
-) -> Pipeline:
+    plugins: Sequence[Any],
+    *,
+    source: str | None,
+    load_options: dict[str, Any] | None,
+    **options: Any,
+) -> tuple[InferencePipeline, str]:
+    """A pipeline around a loaded model or a plugin's own form of it, and the weakest promise of the plugins.
+
+    :param source: what the model was loaded from; None: plugins load nothing.
+    """
     import llmopt
     from llmopt.plugin_info import info_of
-    from llmopt.plugin_search import make_plugin
 
-    made = [make_plugin(name, options) for name, options in chosen.items()]
-    promises = [info_of(plugin).promise for plugin in made]
+    promises = [info_of(plugin).promise for plugin in plugins]
     promise = next((word for word in _WORST_FIRST if word in promises), "exact")
-    pipe = llmopt.build(
-        model, plugins=made, tokenizer=tokenizer, max_model_len=max_model_len, memory_fraction=memory_fraction
-    )
-    return Pipeline(label, promise, pipe, pad_token_id)
+    if source is None or not plugins:
+        return llmopt.build(model, plugins, tokenizer=tokenizer, **options), promise
+    shared = [*plugins, SharedModel(model, tokenizer)]
+    return llmopt.build(source, shared, tokenizer=tokenizer, load_options=load_options, **options), promise
 
 
 def _with_required(name: str, plugins: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:

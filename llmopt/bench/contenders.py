@@ -1,4 +1,7 @@
-"""Who is compared: Hugging Face's own ``generate``, and pipelines with and without plugins, on one loaded model."""
+"""Who is compared: Hugging Face's own ``generate``, and pipelines with and without plugins.
+
+They share one loaded model, except where a plugin loads the model in a form of its own.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from llmopt.bench.clock import ForwardClock
+from llmopt.hookspecs import hookimpl
+from llmopt.loaded_model import LoadedModel
+from llmopt.plugin_info import PluginInfo
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from llmopt.bench.workloads import BenchRequest
     from llmopt.pipeline import InferencePipeline
@@ -37,6 +43,21 @@ class Contender(Protocol):
 
     def close(self) -> None:
         """Give back what the contender holds."""
+
+
+class SharedModel:
+    """Plugin, listed last: hands out the model that is loaded already, unless a plugin before it loads its own form."""
+
+    info = PluginInfo(
+        name="shared_model", layer="hardware", promise="exact", summary="one loaded model for everybody compared"
+    )
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        self.model, self.tokenizer = model, tokenizer
+
+    @hookimpl
+    def llmopt_load(self) -> LoadedModel:
+        return LoadedModel(self.model, self.tokenizer)
 
 
 class HuggingFace:

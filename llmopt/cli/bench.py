@@ -164,7 +164,8 @@ class _Bench:
         from llmopt.bench.shapes import SHAPES
 
         options = self.options
-        model, tokenizer = load_model(self.model_name, dtype=options.dtype, device_map=options.device_map)
+        load_options: dict[str, Any] = {"dtype": options.dtype, "device_map": options.device_map}
+        model, tokenizer = load_model(self.model_name, **load_options)
         texts = [name for name in names if name not in SHAPES]
         if tokenizer is None and texts:
             raise ModelError(
@@ -174,7 +175,14 @@ class _Bench:
         context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 4096
         max_model_len = min(int(context), 8192)
         reference = float32_copy(model)
-        with contenders_for(model, tokenizer, self.plugins, max_model_len=max_model_len) as contenders:
+        with contenders_for(
+            model,
+            tokenizer,
+            self.plugins,
+            max_model_len=max_model_len,
+            source=self.model_name,
+            load_options=load_options,
+        ) as contenders:
             for name in names:
                 if name in SHAPES:
                     yield self._shape(name, model, contenders, reference, max_model_len)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from llmopt.cli.output import load_model, make_plugins, print_json
 
@@ -18,19 +19,19 @@ def run(plugin_texts: Sequence[str], *, as_json: bool) -> None:
 
     Exit status 1 when the tokens differ.
     """
-    import llmopt
-    from llmopt.bench.comparison import contenders_for
+    from llmopt.bench.comparison import build_pipeline, contenders_for
     from llmopt.bench.workloads import BenchRequest
     from llmopt.cli.bench import compare_with_progress, read_plugins
 
     plugins = read_plugins(plugin_texts)
     made = make_plugins(plugin_texts)
-    model, tokenizer = load_model("demo", dtype="float32", device_map=None)
+    load_options: dict[str, Any] = {"dtype": "float32", "device_map": None}
+    model, tokenizer = load_model("demo", **load_options)
     assert tokenizer is not None  # the demo folder has one
 
     pieces: list[str] = []
     messages = [{"role": "user", "content": _QUESTION}]
-    pipe = llmopt.build(model, made, tokenizer=tokenizer, memory_fraction=0.1)
+    pipe, _ = build_pipeline(model, tokenizer, made, source="demo", load_options=load_options, memory_fraction=0.1)
     try:
         if not as_json:
             print(f"> {_QUESTION}\n")
@@ -50,7 +51,9 @@ def run(plugin_texts: Sequence[str], *, as_json: bool) -> None:
         )
         return [BenchRequest(list(encoded["input_ids"]), _NUM_TOKENS)]
 
-    with contenders_for(model, tokenizer, plugins, max_model_len=1024) as contenders:
+    with contenders_for(
+        model, tokenizer, plugins, max_model_len=1024, source="demo", load_options=load_options
+    ) as contenders:
         result = compare_with_progress(contenders, "demo", batch, dtype="float32", rounds=_ROUNDS)
     speeds = {timing.name: timing.tokens_per_s.median for timing in result.timings}
     broken = [verdict for verdict in result.verdicts if not verdict.passed]

@@ -141,18 +141,25 @@ class Generate:
         own = vars(model).get("prepare_inputs_for_generation")  # PEFT's prompt learning puts its own there
         if own is not None and getattr(own, "__func__", None) is not type(model).prepare_inputs_for_generation:
             return "prepare_inputs_for_generation of the model is replaced, and the engine prepares inputs its own way"
-        for name, fact in _model_facts(model).items():
-            if fact != self._facts[name]:
-                return (
-                    f"the model's {name} was {self._facts[name]} when the pipeline was built and is {fact} now; "
-                    "build again to have the engine run it"
-                )
+        changed = self.changed_fact()
+        if changed is not None:
+            return changed
         if torch.is_autocast_enabled(model.device.type):
             return "autocast is on, and the KV pool has the model's own dtype"
         if is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model):
             return "the model's parameters are spread over ranks, which must run in step"
         if is_choosing():
             return "it is called by a processor, criterion or streamer, in the middle of a step"
+        return None
+
+    def changed_fact(self) -> str | None:
+        """What is another about the model than the engine was built for, as a sentence."""
+        for name, fact in _model_facts(self.pipeline.model).items():
+            if fact != self._facts[name]:
+                return (
+                    f"the model's {name} was {self._facts[name]} when the pipeline was built and is {fact} now; "
+                    "build again to have the engine run it"
+                )
         return None
 
     def _setting(self, kwargs: dict[str, Any], name: str) -> Any:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from llmopt.hf.generate import Generate
     from llmopt.hf.rows import RowStates
 
+_ID_DTYPES = (torch.int64, torch.int32)  # the model's own forward raises for others
 _ENGINE_INPUTS = {"attention_mask", "position_ids", "cache", "logits_to_keep", "use_cache", "cache_position"}
 
 
@@ -59,7 +60,7 @@ class PreparedCall:
         self.num_new = max(1, max_len - self.width)  # criteria are asked after a token, so there is always one
 
     def run(self, number: int) -> Any:
-        prompts = self._prompts()
+        prompts = self._prompts() if self.input_ids.dtype in _ID_DTYPES else f"input_ids are {self.input_ids.dtype}"
         reason = prompts if isinstance(prompts, str) else self._why_not(prompts)
         if reason is None and self.is_padded:
             reason = self._why_not_padded()

@@ -61,4 +61,25 @@ def test_a_forced_instruction_set_is_used_and_an_unknown_one_raises() -> None:
     assert run_python(code, LLMOPT_ISA="portable").stdout.strip() == "portable"
     refused = run_python(code, LLMOPT_ISA="avx3")
     assert refused.returncode != 0
-    assert "RuntimeError: LLMOPT_ISA=avx3 is not known; choose one of" in refused.stderr
+    assert "ConfigError: LLMOPT_ISA=avx3 is not known; choose one of" in refused.stderr
+
+
+@pytest.mark.native
+@pytest.mark.parametrize(
+    ("variable", "value", "told"),
+    [
+        ("LLMOPT_ISA", "avx3", "ConfigError: LLMOPT_ISA=avx3 is not known; choose one of"),
+        ("LLMOPT_NUM_THREADS", "many", "ConfigError: LLMOPT_NUM_THREADS is 'many'; give a whole number"),
+        ("LLMOPT_NATIVE", "maybe", "ConfigError: LLMOPT_NATIVE is 'maybe'; choose one of"),
+    ],
+)
+def test_a_bad_variable_is_told_as_it_is_when_a_plugin_reads_it(variable: str, value: str, told: str) -> None:
+    code = """
+import llmopt
+from llmopt.testing import tiny_model
+try:
+    llmopt.build(tiny_model(), ["native"])
+except llmopt.errors.LlmoptError as error:
+    print(f"{type(error).__name__}: {error}")
+"""
+    assert run_python(code, **{variable: value}).stdout.startswith(told)

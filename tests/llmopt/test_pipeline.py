@@ -591,3 +591,18 @@ def test_a_request_refused_while_it_waits_ends_with_its_error_and_is_counted() -
 def test_what_a_scheduler_could_not_compare_is_refused_at_the_door(options: dict[str, Any], told: str) -> None:
     with build_tiny() as pipe, pytest.raises(RequestError, match=told):
         pipe.batch([[5, 6]], progress=False, **options)
+
+
+@pytest.mark.parametrize("plugins", [[], pytest.param(["native"], marks=pytest.mark.native)])
+def test_requests_for_a_model_of_another_dtype_than_the_pool_are_told_to_build_again(plugins: list[str]) -> None:
+    model = tiny_model()
+    told = "dtype was torch.float32 when the pipeline was built and is torch.bfloat16 now; build again"
+    with llmopt.build(model, plugins) as pipe:
+        model.to(torch.bfloat16)
+        for call in (pipe.batch, lambda prompts, **options: pipe.submit(prompts[0]), lambda *_, **__: pipe.start()):
+            with pytest.raises(UnsupportedModelError, match=told):
+                call([[5, 6, 7]], progress=False)
+        assert_idle(pipe)
+        model.to(torch.float32)
+        with llmopt.build(model) as other:  # its weights were rounded meanwhile
+            assert alone(pipe, [5, 6, 7], max_new_tokens=4) == alone(other, [5, 6, 7], max_new_tokens=4)

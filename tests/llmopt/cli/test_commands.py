@@ -37,6 +37,13 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
 
 
+def module(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """``python -m llmopt`` in a fresh interpreter."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-m", "llmopt", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+
+
 def expected_text(prompt: str, count: int) -> str:
     model, tokenizer = tiny_model(max_position_embeddings=1024), tiny_tokenizer()
     inputs = tokenizer(prompt, return_tensors="pt")
@@ -55,8 +62,7 @@ def test_help_and_version_come_without_torch() -> None:
 
 
 def test_an_expected_error_is_one_message_and_exit_status_1() -> None:
-    code = "import sys; sys.argv = ['llmopt', 'describe', './no/such/folder']\nfrom llmopt.cli import main; main()"
-    done = python(code)
+    done = module("describe", "./no/such/folder")
     assert done.returncode == 1
     assert done.stderr.startswith("ModelError: no model at ./no/such/folder")
     assert "Traceback" not in done.stderr
@@ -243,3 +249,30 @@ def test_generate_and_describe_let_a_plugin_load_the_model(folder: Path) -> None
     saved = list(folder.glob("native-*.packed"))
     assert saved
     assert saved[0].name in run("describe", folder, "--dtype", "float32", "--plugin", "native")
+
+
+def test_python_minus_m_is_the_same_as_the_script() -> None:
+    done = module("--version")
+    assert (done.returncode, done.stdout) == (0, f"llmopt {__version__}\n")
+
+
+@pytest.mark.native
+def test_bench_loads_a_model_once_and_lets_a_plugin_use_the_form_that_it_saved(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from llmopt import hub
+    from llmopt_plugins.kernel.native import packed_file
+
+    path = tmp_path / "tiny.packed"
+    loaded: list[str] = []
+    read: list[Path] = []
+    load, load_packed = hub.load, packed_file.load
+    monkeypatch.setattr(hub, "load", lambda name, **options: loaded.append(str(name)) or load(name, **options))
+    monkeypatch.setattr(packed_file, "load", lambda file, *others: read.append(file) or load_packed(file, *others))
+    command = ("bench", folder, "--quick", "--rounds", 1, "-w", "decode1", "--json", "-", "-p", f"native:save={path}")
+    for runs in (1, 2):
+        records = [json.loads(line) for line in run(*command).splitlines()]
+        assert [record["contender"] for record in records] == ["HF generate", "llmopt", "+ native"]
+        assert all(record["tokens_identical"] for record in records)
+        # the first run saves what it packed; in the second one the plugin maps a model of its own, and does not read it
+        assert (len(loaded), read) == ((1, []) if runs == 1 else (3, [path]))

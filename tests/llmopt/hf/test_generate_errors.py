@@ -339,3 +339,16 @@ def test_a_choice_that_an_interrupted_step_lost_is_given_again_and_not_made_twic
     assert torch.equal(results[0], expected)
     assert 0 in steps
     assert pipe.block_pool.num_used == 0
+
+
+# -- ids --------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.uint8, torch.int16])
+def test_ids_that_are_no_ids_raise_what_transformers_raises(pair: Pair, dtype: torch.dtype) -> None:
+    error, way = pair.same(torch.tensor([[5, 6, 7]]).to(dtype), **NEW)
+    assert isinstance(error, RuntimeError)
+    assert way == f"input_ids are {dtype}"
+
+
+def test_ids_of_32_bits_are_ids(pair: Pair) -> None:
+    _, way = pair.same(torch.tensor([[5, 6, 7]], dtype=torch.int32), **NEW)
+    assert way == "native"

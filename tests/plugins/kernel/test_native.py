@@ -167,6 +167,25 @@ def test_exchanged_modules_run_on_the_hugging_face_executor() -> None:
 
 
 @pytest.mark.native
+def test_modules_of_another_class_run_on_the_hugging_face_executor() -> None:
+    model: Any = tiny_model("llama")
+
+    class Twice(torch.nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return 2 * super().forward(input)
+
+    with llmopt.build(model, ["native"]) as pipe:
+        before = tokens(pipe)
+        projection = model.model.layers[0].mlp.up_proj
+        projection.__class__ = Twice
+        assert tokens(pipe) == plain_tokens(model) != before
+        assert "not used at the moment" in str(pipe.describe())
+        projection.__class__ = torch.nn.Linear
+        assert tokens(pipe) == before
+        assert "not used" not in str(pipe.describe())
+
+
+@pytest.mark.native
 def test_a_part_exchanged_for_one_of_another_kind_is_told_and_runs_on_the_hugging_face_executor() -> None:
     model: Any = tiny_model("llama")
     with llmopt.build(model, ["native"]) as pipe:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from llmopt.errors import PluginUnavailableError
-from llmopt_plugins.kernel.native.decoder_plan import DecoderPlan, native_spec
+from llmopt_plugins.kernel.native.decoder_plan import DecoderPlan, RopePlan, native_spec
 from llmopt_plugins.kernel.native.decoder_spec import NotNativeError, read_decoder
 from llmopt_plugins.kernel.native.executor import NativeExecute
 from llmopt_plugins.kernel.native.formats import choose_shapes, describe_formats
@@ -79,6 +79,7 @@ def make_executor(
             return str(error)
         fresh = ModelWeights(model)
         is_same = (now.matrices, now.vectors, now.layers) == (plan.matrices, plan.vectors, plan.layers)
+        is_same &= len(now.ropes) == len(plan.ropes) and all(map(RopePlan.equals, now.ropes, plan.ropes))
         if is_same and config.kernel.weight_bits is None:  # otherwise other weights may have other forms, too
             is_same = choose_shapes(now.matrices, fresh, config.kernel) == shapes
         if not is_same or not has_own_weights:

@@ -97,6 +97,10 @@ class RopePlan:
     inv_freq: Tensor  # [rotary_dim / 2] float32
     scaling: float  # factor on cos and sin
 
+    def equals(self, other: RopePlan) -> bool:
+        """Whether both rotate alike, to the bit."""
+        return self.scaling == other.scaling and torch.equal(self.inv_freq, other.inv_freq)
+
     def tables(self, num_positions: int) -> tuple[np.ndarray, np.ndarray]:
         """cos and sin ``[num_positions, rotary_dim / 2]`` float32, by the operations that transformers uses."""
         angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * self.inv_freq

@@ -31,12 +31,13 @@ class WeightWatch:
 
     def reset(self) -> None:
         """Take the model as it is now for unchanged."""
-        self._modules: list[tuple[dict[str, Any], str, nn.Module]] = []
+        self._modules: list[tuple[dict[str, Any], str, nn.Module, type]] = []
+        self._class = type(self.model)
         self._parameters: list[tuple[dict[str, Any], str, nn.Parameter, int, int, bytes | None, Any]] = []
         for module in self.model.modules():
             for name, child in module._modules.items():
                 if child is not None:
-                    self._modules.append((module._modules, name, child))
+                    self._modules.append((module._modules, name, child, type(child)))
             for name, parameter in module._parameters.items():
                 if parameter is not None:
                     view = _middle(parameter) if self._reads_values else None
@@ -53,16 +54,16 @@ class WeightWatch:
                     )
 
     def has_other_modules(self) -> bool:
-        """Whether modules were exchanged, or have hooks or forwards of their own."""
-        for modules, name, child in self._modules:
-            if modules.get(name) is not child or child._forward_hooks:
+        """Whether modules or their classes were exchanged, or have hooks or forwards of their own."""
+        for modules, name, child, kind in self._modules:
+            if modules.get(name) is not child or type(child) is not kind or child._forward_hooks:
                 return True
             if child._forward_pre_hooks and has_foreign_hooks(child):
                 return True
             if "forward" in child.__dict__:
                 return True
         model = self.model
-        return bool(has_foreign_hooks(model) or "forward" in model.__dict__)
+        return bool(type(model) is not self._class or has_foreign_hooks(model) or "forward" in model.__dict__)
 
     def has_other_weights(self) -> bool:
         """Whether parameters were exchanged or written to."""
