@@ -10,6 +10,7 @@ from llmopt import baseline
 from llmopt.batch_builder import BatchBuilder
 from llmopt.block_pool import BlockPool
 from llmopt.config import PipelineConfig
+from llmopt.cost_measurement import measure
 from llmopt.errors import MemoryBudgetError, ModelError, UnsupportedModelError
 from llmopt.hf.capabilities import Capabilities, inspect_model
 from llmopt.hf.generate import Generate
@@ -119,6 +120,7 @@ class _Builder:
         pipeline.registry, pipeline.config, pipeline.machine = self.registry, config, machine
         pipeline.model, pipeline.tokenizer, pipeline.capabilities = context.model, context.tokenizer, capabilities
         pipeline.baseline = context.baseline
+        pipeline.cost_model = context.cost_model
         pipeline.why_not = capabilities.why_not
         pipeline.max_model_len = pipeline.max_num_requests = 0
         pipeline.generate = Generate(pipeline)
@@ -134,6 +136,8 @@ class _Builder:
                 self.registry.refuse_without_engine(reason)
                 self.registry.close_stages()
                 pipeline.kv_cache.layers.clear()
+        if context.cost_model.is_wanted and pipeline.why_not is None:
+            measure(pipeline)
         self.registry.finish(pipeline)
         return pipeline
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmopt import recovery
 from llmopt.batch import BestTokens, StepOutput
+from llmopt.cost_model import StepShape
 from llmopt.errors import PipelineClosedError, RequestAbortedError, RequestError, UnsupportedModelError
 from llmopt.request import Request, RequestStatus
 from llmopt.step_lock import StepLock
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from llmopt.batch_builder import BatchBuilder
     from llmopt.block_pool import BlockPool
     from llmopt.config import PipelineConfig
+    from llmopt.cost_model import CostModel
     from llmopt.describe import Description
     from llmopt.hf.capabilities import Capabilities
     from llmopt.hf.generate import Generate
@@ -79,6 +81,7 @@ class InferencePipeline:
     queue: RequestQueue
     block_pool: BlockPool
     kv_cache: KVCache
+    cost_model: CostModel  # measured when a plugin wants it
     batch_builder: BatchBuilder
     has_own_threads: bool  # `execute` does not compute on torch's threads, which would be in its way
     notes: list[str]  # what `build` decided that a user should know
@@ -116,6 +119,7 @@ class InferencePipeline:
     # -- the step -----------------------------------------------------------------------------------------------------
     def step(self) -> StepOutput:
         """Run one step over the queue. `advance` is the same with locks and errors taken care of."""
+        start = time.perf_counter()
         batch = self.schedule(self.queue)
         if batch is None:
             return StepOutput()
@@ -134,7 +138,12 @@ class InferencePipeline:
                 accepted = self.verify(batch, drafts, logits, mask)
         else:
             accepted = self.verify(batch, drafts, logits, mask)
-        return self.commit(batch, accepted)
+        if not self.cost_model.is_wanted:
+            return self.commit(batch, accepted)
+        shape = StepShape.of(batch)
+        output = self.commit(batch, accepted)
+        self.cost_model.observe(shape, time.perf_counter() - start)
+        return output
 
     def advance(self) -> StepOutput:
         """Run one step under the lock; a stage that raises only ends the requests that make it raise."""
@@ -406,6 +415,8 @@ class InferencePipeline:
                 numbers["num_running"] = len(self.queue.running)
                 numbers["num_blocks"] = self.block_pool.num_blocks
                 numbers["num_blocks_used"] = self.block_pool.num_used
+            if self.cost_model.is_wanted:
+                numbers["cost_model"] = self.cost_model.stats()
             for chain in self.registry.chains.values():
                 for owner, made in zip(chain.owners, chain.objects, strict=True):
                     report = getattr(made, "stats", None)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 from llmopt import hookspecs, layers
+from llmopt.cost_model import CostModel
 from llmopt.errors import (
     ConfigError,
     LlmoptError,
@@ -61,6 +62,7 @@ class BuildContext:
     batch_builder: BatchBuilder | None = None  # before lookup
     queue: RequestQueue | None = None  # before lookup
     max_model_len: int = 0  # before lookup: longest sequence, prompt included
+    cost_model: CostModel = field(default_factory=CostModel)  # call `wanted()` in a hook; measured after the stages
     stages: SimpleNamespace = field(default_factory=SimpleNamespace)  # stages built so far, by name
     baseline: SimpleNamespace = field(default_factory=SimpleNamespace)  # their plain forms, by name
 

@@ -1,0 +1,240 @@
+"""The first look of the cost model: a few forwards through the built stages, on free blocks of the pool.
+
+Nothing is left behind: blocks go back in their order, no request enters the queue, no counter of the pipeline moves. An
+executor counts these forwards among its own, as it does those of the self-test.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from llmopt.batch_builder import BatchBuilder
+from llmopt.cost_model import Measurements, num_pairs
+from llmopt.request import Request, SamplingParams
+
+if TYPE_CHECKING:
+    from llmopt.pipeline import InferencePipeline
+
+_BUDGET_S = 2.0
+_SHARE_OF_PROMPTS, _SHARE_OF_ROWS = 0.5, 0.75  # of the budget that is over after them
+_MAX_BYTES = 64 << 20  # of the pool that is written to
+_GREEDY = SamplingParams(ignore_eos=True)
+_MAX_ROWS_WITH_STATES = 4  # each needs a prompt of its own before
+
+
+def measure(pipeline: InferencePipeline, budget_s: float = _BUDGET_S) -> None:
+    """Fit the pipeline's cost model to this machine and model.
+
+    Slow models are measured at fewer points; two forwards of a prompt are run in any case. Leaves the model unmeasured
+    when the pool has no room for one token.
+
+    :param budget_s: seconds that it should take.
+    """
+    start = time.perf_counter()
+    pool = pipeline.block_pool
+    per_token = sum(shape.bytes_per_token for shape in pipeline.kv_cache.shapes.values())
+    room = min(pool.num_free, max(1, pool.num_blocks // 4, min(pool.num_blocks, 8)))
+    if per_token:
+        room = min(room, max(2, _MAX_BYTES // (per_token * pool.block_size)))
+    if room == 0 or not pipeline.queue.free_slots or pipeline.max_model_len < 2:
+        return
+    model = pipeline.model
+    was_training = model.training
+    blocks = pool.allocate(room)
+    try:
+        if was_training:
+            model.eval()
+        with torch.no_grad():
+            found = _Measuring(pipeline, blocks, start + budget_s).run(start)
+    finally:
+        pool.free(reversed(blocks))  # the order in which they were taken
+        if was_training:
+            model.train()
+    pipeline.cost_model.fit(found)
+
+
+class _Measuring:
+    """Forwards of invented requests.
+
+    :param blocks: of the pool, for their KV.
+    :param deadline: time of time.perf_counter() at which it should be over.
+    """
+
+    def __init__(self, pipeline: InferencePipeline, blocks: list[int], deadline: float) -> None:
+        self.pipeline, self.blocks = pipeline, blocks
+        self.begin, self.deadline = time.perf_counter(), deadline
+        self.block_size = pipeline.block_pool.block_size
+        self.builder = BatchBuilder(self.block_size)  # the pipeline's own goes on with the rows of its last batch
+        self.builder.may_want_best = pipeline.batch_builder.may_want_best
+        self.has_states = pipeline.capabilities.has_states
+        self.room = min(len(blocks) * self.block_size, pipeline.max_model_len - 1)
+        self.max_tokens = pipeline.config.scheduling.max_tokens_per_step
+        self.ids = np.random.default_rng(0).integers(0, pipeline.capabilities.vocab_size, self.room + 1)
+
+    def run(self, start: float) -> Measurements:
+        self._clear()
+        prompts = self._prompts()
+        slope = prompts[-1][1] / prompts[-1][0]
+        rows = self._rows()
+        context_s = self._context_token_s(rows)
+        pair_s = self._prefill_pair_s(slope)
+        fixed_s, byte_s = self._copy()
+        return Measurements(
+            prompts=tuple(prompts),
+            rows=tuple(rows),
+            context_token_s=context_s,
+            prefill_pair_s=pair_s,
+            copy_fixed_s=fixed_s,
+            copy_byte_s=byte_s,
+            max_tokens=self.max_tokens,
+            took_s=time.perf_counter() - start,
+        )
+
+    def _prompts(self) -> list[tuple[int, float]]:
+        """One prompt of 1, 2, 4, ... tokens, as far as the time goes; then what lies between matters little."""
+        longest = min(self.room, self.max_tokens)
+        points: list[tuple[int, float]] = []
+        end = self._share_ends(_SHARE_OF_PROMPTS)
+        count = 1
+        while count <= longest:
+            seconds = self._time([self._request(0, count, self.blocks)], [count])
+            points.append((count, seconds))
+            if count == longest:
+                break
+            count = min(2 * count, longest)
+            if len(points) == 1 and 3 * seconds > end - time.perf_counter():  # a slow model: one more point
+                count = min(16, longest)
+            elif len(points) > 1 and 3 * seconds > end - time.perf_counter():
+                break
+        return points
+
+    def _rows(self) -> list[tuple[int, float]]:
+        """Rows of one token that have read one."""
+        most = min(len(self.blocks), self.pipeline.max_num_requests, self.max_tokens)
+        if self.has_states:
+            most = min(most, _MAX_ROWS_WITH_STATES)
+        if self.room < 2:
+            return []
+        points: list[tuple[int, float]] = []
+        end = self._share_ends(_SHARE_OF_ROWS)
+        count = 1
+        while count <= most:
+            requests = [self._request(1, 2, self.blocks[row : row + 1], row) for row in range(count)]
+            if self.block_size < 2:
+                return []
+            if self.has_states:
+                self._prefill(requests)
+            seconds = self._time(requests, [1] * count)
+            points.append((count, seconds))
+            count *= 2
+            if 3 * seconds > end - time.perf_counter():
+                break
+        return points
+
+    def _context_token_s(self, rows: Sequence[tuple[int, float]]) -> float:
+        """Seconds per KV token that a decode reads: rows with long contexts against the same rows with short ones."""
+        usable = [n for n, _ in rows if n <= 4]
+        if not usable:
+            return 0.0
+        count = usable[-1]
+        share = self.blocks[: len(self.blocks) // count * count]
+        width = len(share) // count
+        length = min(width * self.block_size, self.room)
+        if length < 4:
+            return 0.0
+        tables = [share[row * width : (row + 1) * width] for row in range(count)]
+        long = [self._request(length - 1, length, table, row) for row, table in enumerate(tables)]
+        short = [self._request(1, 2, table, row) for row, table in enumerate(tables)]
+        if self.has_states:
+            self._prefill(short)
+        seconds = min(self._time(long, [1] * count) for _ in range(2)) - self._time(short, [1] * count)
+        return max(0.0, seconds / (count * (length - 2)))
+
+    def _prefill_pair_s(self, token_s: float) -> float:
+        """Seconds per token and context token: a chunk at the end of a long prompt against one at its start."""
+        if self.has_states:
+            return 0.0  # prompts are never cut; what attention costs is in their own points
+        left = self.deadline - time.perf_counter()
+        count = 64
+        while count > 8 and (count * token_s * 4 > left or 2 * count > self.room):
+            count //= 2
+        start = self.room - count
+        if start < count or (count * token_s * 8 > left and count == 8):
+            return 0.0
+        late = self._time([self._request(start, start + count, self.blocks)], [count])
+        early = self._time([self._request(0, count, self.blocks)], [count])
+        return max(0.0, (late - early) / (num_pairs(count, start) - num_pairs(count, 0)))
+
+    def _copy(self) -> tuple[float, float]:
+        """Fixed seconds, and seconds per byte, of copying blocks out of the pool."""
+        layers = self.pipeline.kv_cache.layers
+        if not layers:
+            return 0.0, 0.0
+        sizes: list[tuple[int, float]] = []
+        layer = next(iter(layers.values()))
+        with torch.inference_mode(False):
+            for blocks in (self.blocks[:1], self.blocks):
+                index = torch.tensor(blocks, device=layer.key.device)
+                target = torch.empty((len(blocks), *layer.key.shape[1:]), dtype=layer.key.dtype)
+                best = float("inf")
+                for _ in range(4):
+                    start = time.perf_counter()
+                    target.copy_(layer.key[index])
+                    best = min(best, time.perf_counter() - start)
+                sizes.append((target.numel() * target.element_size(), best))
+        (few, fixed_s), (many, seconds) = sizes
+        if many <= few:
+            return 0.0, seconds / many
+        byte_s = max(0.0, (seconds - fixed_s) / (many - few)) or seconds / many
+        return max(0.0, fixed_s - byte_s * few), byte_s
+
+    # -- forwards -----------------------------------------------------------------------------------------------------
+    def _request(self, num_computed: int, num_tokens: int, blocks: list[int], row: int = 0) -> Request:
+        """A request that has ``num_computed`` of ``num_tokens`` tokens in the pool."""
+        name = f"cost-{row}"
+        request = Request(name, self.ids[:num_tokens].tolist(), _GREEDY, max_len=num_tokens + 1, wants_text=False)
+        request.num_computed_tokens = num_computed
+        request.block_table = blocks[: -(-num_tokens // self.block_size)]
+        request.slot = self.pipeline.queue.free_slots[-1 - row]
+        return request
+
+    def _prefill(self, requests: list[Request]) -> None:
+        """Give recurrent states to the slots of requests, whose KV is in the pool already."""
+        for row, request in enumerate(requests):
+            self._execute([self._request(0, 1, request.block_table, row)], [1], 1)
+
+    def _time(self, requests: list[Request], counts: list[int]) -> float:
+        """Seconds of a step, the best of several; one that takes long is run once."""
+        first = self._execute(requests, counts, 1)
+        if first > 0.1 * (self.deadline - self.begin):
+            return first
+        num_runs = int(min(8, max(2, 0.02 / max(first, 1e-6))))
+        return self._execute(requests, counts, num_runs)
+
+    def _execute(self, requests: list[Request], counts: list[int], num_runs: int) -> float:
+        best = float("inf")
+        for _ in range(num_runs):
+            start = time.perf_counter()
+            batch = self.builder.build(requests, counts)
+            logits = self.pipeline.execute(batch, None)
+            if isinstance(logits, torch.Tensor) and logits.numel() and logits.device.type != "cpu":
+                logits[0, 0].item()  # waits for the device
+            best = min(best, time.perf_counter() - start)
+        return best
+
+    def _clear(self) -> None:
+        """Write to all blocks: pages of memory that was never written to are read from one page, too fast."""
+        with torch.inference_mode(False):
+            for layer in self.pipeline.kv_cache.layers.values():
+                index = torch.tensor(self.blocks, device=layer.key.device)
+                layer.key[index] = 0
+                layer.value[index] = 0
+
+    def _share_ends(self, share: float) -> float:
+        return self.begin + share * (self.deadline - self.begin)
+
