@@ -16,12 +16,14 @@ import torch
 from llmopt.batch_builder import BatchBuilder
 from llmopt.cost_model import Measurements, num_pairs
 from llmopt.request import Request, SamplingParams
+from llmopt.threads import one_torch_thread
 
 if TYPE_CHECKING:
     from llmopt.pipeline import InferencePipeline
 
 _BUDGET_S = 2.0
-_SHARE_OF_PROMPTS, _SHARE_OF_ROWS = 0.5, 0.75  # of the budget that is over after them
+_SHARE_OF_PROMPTS, _SHARE_OF_ROWS = 0.65, 0.8  # of the budget that is over after them
+_PROMPTS = (1, 16, 128, 512, 64, 4, 32, 256, 8, 2, 1024, 2048)  # lengths, in the order in which they are run
 _MAX_BYTES = 64 << 20  # of the pool that is written to
 _GREEDY = SamplingParams(ignore_eos=True)
 _MAX_ROWS_WITH_STATES = 4  # each needs a prompt of its own before
@@ -30,15 +32,15 @@ _MAX_ROWS_WITH_STATES = 4  # each needs a prompt of its own before
 def measure(pipeline: InferencePipeline, budget_s: float = _BUDGET_S) -> None:
     """Fit the pipeline's cost model to this machine and model.
 
-    Slow models are measured at fewer points; two forwards of a prompt are run in any case. Leaves the model unmeasured
-    when the pool has no room for one token.
+    Slow models are measured at fewer points; two prompts are run in any case. Leaves the model unmeasured when the pool
+    has no room for one token.
 
     :param budget_s: seconds that it should take.
     """
     start = time.perf_counter()
     pool = pipeline.block_pool
     per_token = sum(shape.bytes_per_token for shape in pipeline.kv_cache.shapes.values())
-    room = min(pool.num_free, max(1, pool.num_blocks // 4, min(pool.num_blocks, 8)))
+    room = min(pool.num_free - pool.num_kept, max(1, pool.num_blocks // 4, min(pool.num_blocks, 8)))
     if per_token:
         room = min(room, max(2, _MAX_BYTES // (per_token * pool.block_size)))
     if room == 0 or not pipeline.queue.free_slots or pipeline.max_model_len < 2:
@@ -52,7 +54,7 @@ def measure(pipeline: InferencePipeline, budget_s: float = _BUDGET_S) -> None:
         with torch.no_grad():
             found = _Measuring(pipeline, blocks, start + budget_s).run(start)
     finally:
-        pool.free(reversed(blocks))  # the order in which they were taken
+        pool.free(blocks[::-1])  # the order in which they were taken
         if was_training:
             model.train()
     pipeline.cost_model.fit(found)
@@ -79,11 +81,15 @@ class _Measuring:
     def run(self, start: float) -> Measurements:
         self._clear()
         prompts = self._prompts()
-        slope = prompts[-1][1] / prompts[-1][0]
-        rows = self._rows()
-        context_s = self._context_token_s(rows)
-        pair_s = self._prefill_pair_s(slope)
+        rows = self._rows(prompts[0][1])
         fixed_s, byte_s = self._copy()
+        # What a decode reads at least, when there was no time to look or noise was larger: a term that is 0 stays 0.
+        least_s = byte_s * sum(shape.bytes_per_token for shape in self.pipeline.kv_cache.shapes.values())
+        context_s = self._context_token_s(rows)
+        context_s = least_s if context_s is None else max(context_s, least_s / 16)
+        pair_s = 0.0  # prompts that are never cut: what attention costs is in their own points
+        if not self.has_states:
+            pair_s = max(self._prefill_pair_s(prompts[-1][1] / prompts[-1][0]), context_s / 64)
         return Measurements(
             prompts=tuple(prompts),
             rows=tuple(rows),
@@ -96,57 +102,52 @@ class _Measuring:
         )
 
     def _prompts(self) -> list[tuple[int, float]]:
-        """One prompt of 1, 2, 4, ... tokens, as far as the time goes; then what lies between matters little."""
+        """Prompts of several lengths, as many as the time allows: first few that lie far apart, then those between."""
         longest = min(self.room, self.max_tokens)
-        points: list[tuple[int, float]] = []
+        found: dict[int, float] = {}
         end = self._share_ends(_SHARE_OF_PROMPTS)
-        count = 1
-        while count <= longest:
-            seconds = self._time([self._request(0, count, self.blocks)], [count])
-            points.append((count, seconds))
-            if count == longest:
-                break
-            count = min(2 * count, longest)
-            if len(points) == 1 and 3 * seconds > end - time.perf_counter():  # a slow model: one more point
-                count = min(16, longest)
-            elif len(points) > 1 and 3 * seconds > end - time.perf_counter():
-                break
-        return points
+        for count in _PROMPTS:
+            if count > longest or count in found:
+                continue
+            near = max((n for n in found if n < count), default=0)
+            expected = found[near] * count / near if near else 0.0  # at the most
+            if len(found) >= 2 and 2 * expected > end - time.perf_counter():
+                continue
+            found[count] = self._time([self._request(0, count, self.blocks)], [count])
+        return sorted(found.items())
 
-    def _rows(self) -> list[tuple[int, float]]:
-        """Rows of one token that have read one."""
+    def _rows(self, one_s: float) -> list[tuple[int, float]]:
+        """Rows of one token that have read one. ``one_s``: a single row of one token."""
         most = min(len(self.blocks), self.pipeline.max_num_requests, self.max_tokens)
         if self.has_states:
             most = min(most, _MAX_ROWS_WITH_STATES)
-        if self.room < 2:
-            return []
-        points: list[tuple[int, float]] = []
+        if self.room < 2 or self.block_size < 2:
+            return [(1, one_s)]
+        points = [(1, one_s)]
         end = self._share_ends(_SHARE_OF_ROWS)
-        count = 1
-        while count <= most:
+        count, seconds = 4, one_s
+        while count <= most and 4 * seconds <= end - time.perf_counter():
             requests = [self._request(1, 2, self.blocks[row : row + 1], row) for row in range(count)]
-            if self.block_size < 2:
-                return []
             if self.has_states:
                 self._prefill(requests)
             seconds = self._time(requests, [1] * count)
             points.append((count, seconds))
-            count *= 2
-            if 3 * seconds > end - time.perf_counter():
-                break
+            count *= 4
         return points
 
-    def _context_token_s(self, rows: Sequence[tuple[int, float]]) -> float:
-        """Seconds per KV token that a decode reads: rows with long contexts against the same rows with short ones."""
-        usable = [n for n, _ in rows if n <= 4]
-        if not usable:
-            return 0.0
-        count = usable[-1]
+    def _context_token_s(self, rows: Sequence[tuple[int, float]]) -> float | None:
+        """Seconds per KV token that a decode reads: rows with long contexts against the same rows with short ones.
+
+        None when there is no time or no room to look.
+        """
+        count, seconds = [(n, s) for n, s in rows if n <= 4][-1]
+        if 4 * seconds > self.deadline - time.perf_counter():
+            return None
         share = self.blocks[: len(self.blocks) // count * count]
         width = len(share) // count
         length = min(width * self.block_size, self.room)
         if length < 4:
-            return 0.0
+            return None
         tables = [share[row * width : (row + 1) * width] for row in range(count)]
         long = [self._request(length - 1, length, table, row) for row, table in enumerate(tables)]
         short = [self._request(1, 2, table, row) for row, table in enumerate(tables)]
@@ -157,8 +158,6 @@ class _Measuring:
 
     def _prefill_pair_s(self, token_s: float) -> float:
         """Seconds per token and context token: a chunk at the end of a long prompt against one at its start."""
-        if self.has_states:
-            return 0.0  # prompts are never cut; what attention costs is in their own points
         left = self.deadline - time.perf_counter()
         count = 64
         while count > 8 and (count * token_s * 4 > left or 2 * count > self.room):
@@ -177,7 +176,7 @@ class _Measuring:
             return 0.0, 0.0
         sizes: list[tuple[int, float]] = []
         layer = next(iter(layers.values()))
-        with torch.inference_mode(False):
+        with torch.inference_mode(False), one_torch_thread():
             for blocks in (self.blocks[:1], self.blocks):
                 index = torch.tensor(blocks, device=layer.key.device)
                 target = torch.empty((len(blocks), *layer.key.shape[1:]), dtype=layer.key.dtype)
@@ -213,8 +212,8 @@ class _Measuring:
         first = self._execute(requests, counts, 1)
         if first > 0.1 * (self.deadline - self.begin):
             return first
-        num_runs = int(min(8, max(2, 0.02 / max(first, 1e-6))))
-        return self._execute(requests, counts, num_runs)
+        num_runs = int(min(8, max(1, 0.02 / max(first, 1e-6))))
+        return min(first, self._execute(requests, counts, num_runs))
 
     def _execute(self, requests: list[Request], counts: list[int], num_runs: int) -> float:
         best = float("inf")
@@ -237,4 +236,3 @@ class _Measuring:
 
     def _share_ends(self, share: float) -> float:
         return self.begin + share * (self.deadline - self.begin)
-

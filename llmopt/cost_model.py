@@ -1,7 +1,8 @@
 """What a step costs: seconds as a function of tokens, rows and context, measured once and corrected while serving.
 
-A plugin that decides by time calls `CostModel.wanted` in one of its hooks. Then, and only then, `llmopt.cost_measurement`
-times a few forwards at the end of `build`, and the pipeline reports every step to `CostModel.observe`.
+A plugin that decides by time calls `CostModel.wanted` in one of its hooks. Then, and only then,
+`llmopt.cost_measurement` times a few forwards at the end of `build`, and the pipeline reports every step to
+`CostModel.observe`.
 """
 
 from __future__ import annotations
@@ -96,7 +97,8 @@ class CostModel:
             raise ValueError("a cost model needs the time of at least one step")
         self.is_wanted = True
         self.measured, self.max_tokens = found, found.max_tokens
-        tokens, times = [n for n, _ in found.prompts], []
+        tokens = [n for n, _ in found.prompts]
+        times: list[float] = []
         for n, seconds in found.prompts:  # attention has a term of its own; what is left cannot be less than nothing
             rest = seconds - _attention_of_prompt(found, n)
             times.append(max(rest, 0.1 * seconds, times[-1] if times else 0.0))
@@ -272,9 +274,7 @@ class CostModel:
             "num_observed": self._num_observed,
             "relative_error": round(math.expm1(self._error), 4),
             "step_ms": {n: round(1e3 * s, 4) for n, s in zip(self._tokens, self._curve, strict=True)},
-            "rows_ms": {
-                n: round(1e3 * s * self._row_scale, 4) for n, s in zip(self._rows, self._row_s, strict=True)
-            },
+            "rows_ms": {n: round(1e3 * s * self._row_scale, 4) for n, s in zip(self._rows, self._row_s, strict=True)},
             "context_token_us": round(1e6 * found.context_token_s * self._context_scale, 5),
             "prefill_pair_us": round(1e6 * found.prefill_pair_s * self._pair_scale, 5),
             "copy_gb_s": round(1e-9 / found.copy_byte_s, 2) if found.copy_byte_s else None,
@@ -330,4 +330,3 @@ def _interpolate(points: Sequence[int], values: Sequence[float], x: float) -> fl
 
 def _bounded(scale: float) -> float:
     return min(max(scale, 1.0 / _SCALE_LIMIT), _SCALE_LIMIT)
-
