@@ -332,6 +332,15 @@ class InferencePipeline:
         if self._lock.is_wanted:
             time.sleep(0.00005)  # long enough for the others to wake up
 
+    def between_steps(self, call: Callable[[], None]) -> None:
+        """Call something while no step runs: it may look at the queue and the pool, and change what a step reads.
+
+        :raises PipelineClosedError: the pipeline was closed.
+        """
+        with self._lock:
+            self._check_open()
+            call()
+
     def check_supported(self) -> None:
         """Raise `UnsupportedModelError` when only `generate` works, through the model's own loop, now or always."""
         if self.why_not is not None:

@@ -147,6 +147,7 @@ class Request:
     parent: Request | None = None  # the request with the same prompt whose KV is shared (n > 1)
     lockstep: Lockstep | None = None  # the group that chooses this request's tokens
     adapter: str | None = None  # name of the LoRA adapter
+    cache_salt: str | None = None  # KV is shared with requests of the same salt only, for plugins that keep it
     constraint: Any = None  # state of a grammar, owned by `constrain`
     media: Any = None  # inputs beside the ids, owned by `encode_media` and `execute`; the ids then only hold places
     companions: object | None = None  # requests with the same object share one prefill, of whole prompts

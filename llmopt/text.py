@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("llmopt")
 
 _SAMPLING = {f.name for f in fields(SamplingParams)}
-_REQUEST = {"request_id", "priority", "tenant", "deadline_s", "adapter", "logits_processors"}
+_REQUEST = {"request_id", "priority", "tenant", "deadline_s", "adapter", "cache_salt", "logits_processors"}
 _numbers = itertools.count()
 
 
@@ -40,6 +40,7 @@ class TextOutput:
     finish_reason: str  # "stop", "length", "abort" or "error"
     stop_reason: int | str | None  # the id or the string that ended it
     error: BaseException | None  # set when finish_reason is "error" or "abort"
+    num_cached_tokens: int  # prompt tokens whose KV was in the pool already when the request started
     ttft_s: float | None  # from arrival to the first token
     latency_s: float | None  # from arrival to the end
 
@@ -55,6 +56,7 @@ class TextOutput:
             finish_reason=request.finish_reason or "",
             stop_reason=request.stop_reason,
             error=request.error,
+            num_cached_tokens=request.num_cached_tokens,
             ttft_s=None if first is None else first - start,
             latency_s=None if end is None else end - start,
         )
@@ -182,7 +184,7 @@ def make_requests(pipeline: InferencePipeline, prompt: Prompt, options: Mapping[
 
 
 def _check_service(others: Mapping[str, Any]) -> None:
-    """Refuse values that a scheduler could not compare.
+    """Refuse values that a scheduler could not compare, and salts that are no text.
 
     :raises RequestError: names the option.
     """
@@ -191,6 +193,9 @@ def _check_service(others: Mapping[str, Any]) -> None:
         raise RequestError(f"priority must be an int, smaller runs first; found {priority!r}.")
     if tenant is not None and not isinstance(tenant, str):
         raise RequestError(f"tenant must be a text, found {tenant!r}.")
+    salt = others.get("cache_salt")
+    if salt is not None and not isinstance(salt, str):
+        raise RequestError(f"cache_salt must be a text, found {salt!r}.")
     is_number = isinstance(deadline_s, Real) and not isinstance(deadline_s, bool)
     if deadline_s is not None and not (is_number and deadline_s > 0):
         raise RequestError(f"deadline_s must be a number of seconds above 0, found {deadline_s!r}.")
@@ -204,8 +209,8 @@ def stream(pipeline: InferencePipeline, prompt: Prompt, **options: Any) -> Itera
 
     :param prompt: text, chat messages, or token ids.
     :param options: fields of `SamplingParams` (also as ``sampling=``), ``request_id``, ``priority``, ``tenant``,
-        ``deadline_s``, ``adapter``, ``logits_processors``. What is not given comes from the model's generation config:
-        see `sampling_params`, which says which of its fields count.
+        ``deadline_s``, ``adapter``, ``cache_salt``, ``logits_processors``. What is not given comes from the model's
+        generation config: see `sampling_params`, which says which of its fields count.
     :raises RequestError: bad prompt or parameters, at the call and not at the first piece.
     """
     requests = make_requests(pipeline, prompt, options)

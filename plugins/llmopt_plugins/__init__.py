@@ -9,6 +9,7 @@ from llmopt_plugins.kernel.native import Native
 from llmopt_plugins.kernel.torch_compile import TorchCompile
 from llmopt_plugins.kernel.weight_quant import WeightQuant
 from llmopt_plugins.memory.paged_kv import PagedKv
+from llmopt_plugins.memory.prefix_cache import PrefixCache
 
 BUILTIN: tuple[type, ...] = (
     Native,
@@ -17,6 +18,7 @@ BUILTIN: tuple[type, ...] = (
     TorchCompile,
     Autotune,
     PagedKv,
+    PrefixCache,
     NumaBinding,
     DeviceTuning,
     Roofline,

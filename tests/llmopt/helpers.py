@@ -74,7 +74,8 @@ class Drafts:
 
 
 _OF_REQUEST = (
-    "seed", "parent", "lockstep", "logits_processors", "eos", "priority", "tenant", "deadline_s", "arrival_s",
+    "seed", "parent", "lockstep", "logits_processors", "eos", "priority", "tenant", "cache_salt", "deadline_s",
+    "arrival_s",
 )  # fmt: skip
 
 

@@ -69,11 +69,13 @@ def drafter(made: Request) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["baseline", "paged_kv", "paged_kv and drafts"])
+@pytest.mark.parametrize(
+    "kind", ["baseline", "paged_kv", "paged_kv and drafts", "prefix_cache", "prefix_cache, paged_kv and drafts"]
+)
 def test_a_long_run_of_random_requests_equals_their_single_runs_and_leaves_nothing(
     kind: str, templates: list[tuple[dict[str, Any], list[Any]]]
 ) -> None:
-    plugins: list[Any] = [] if kind == "baseline" else ["paged_kv"]
+    plugins: list[Any] = [name for name in ("prefix_cache", "paged_kv") if name in kind]
     plugins += [Drafts(drafter, 3)] if "drafts" in kind else []
     num_requests = NUM_REQUESTS if "drafts" not in kind else NUM_REQUESTS // 5
     with build_tiny(plugins=plugins, block_size=BLOCK, pool_bytes=pool_bytes(56, BLOCK), max_model_len=72,
@@ -84,6 +86,10 @@ def test_a_long_run_of_random_requests_equals_their_single_runs_and_leaves_nothi
         assert (pipe.stats()["schedule.baseline"]["num_preemptions"] > 20) == ("paged_kv" in plugins)
         assert pipe.stats()["num_errors"] == 0
         assert_idle(pipe)
+        if "prefix_cache" in plugins:
+            report = pipe.stats()["lookup.prefix_cache"]
+            assert report["num_hits"] > 0.1 * num_requests
+            assert report["num_evicted_blocks"] > num_requests
 
 
 def soak(
@@ -98,6 +104,7 @@ def soak(
         while num_added < num_requests and len(live) < 24 and chooser.random() < 0.7:
             made, outputs = chooser.choice(templates)
             options = {k: v for k, v in made.items() if k != "prompt"}
+            options["cache_salt"] = chooser.choice([None, None, None, "a", "b"])
             for request, output in zip(make_requests(pipe, made["prompt"], options), outputs, strict=True):
                 pipe.add(request)
                 live[request] = output

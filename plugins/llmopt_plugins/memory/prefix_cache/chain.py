@@ -1,0 +1,56 @@
+"""The chained keys of a request's full blocks."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+KEY_BYTES = 16
+NEVER = 1 << 62
+
+
+def strong_hash(data: bytes) -> bytes:
+    """BLAKE2b, 128 bits."""
+    return hashlib.blake2b(data, digest_size=KEY_BYTES).digest()
+
+
+@dataclass(slots=True, eq=False)
+class Chain:
+    """What the cache knows of one request."""
+
+    seed: bytes  # the hash of the salt; stands before the first block
+    root: int  # serial number of the salt
+    keys: bytearray = field(default_factory=bytearray)  # of full blocks, in order, 16 bytes each
+    num_entered: int = 0  # leading blocks that stand in the index
+    serial: int = 0  # of the last one that does
+    next_end: int = NEVER  # tokens that must be computed until another block can be entered
+    num_found: int = -1  # tokens that `lookup` found; -1: not asked
+    num_foreign: int = NEVER  # leading blocks that others had entered when it was first asked
+    has_failed: bool = False  # it was looked up and could not start
+    awaited: tuple[object, int, int] | None = None  # whom it waits for, that one's progress, and how often in vain
+
+    def extend(self, token_ids: np.ndarray, block_size: int, make_key: Callable[[bytes], bytes]) -> None:
+        """Compute the keys of all full blocks of these first tokens."""
+        start = len(self.keys) // KEY_BYTES
+        stop = token_ids.size // block_size
+        if start >= stop:
+            return
+        data = token_ids[start * block_size : stop * block_size].astype(np.int32).tobytes()
+        size = 4 * block_size
+        last = bytes(self.keys[-KEY_BYTES:]) or self.seed
+        for place in range(0, len(data), size):
+            last = make_key(last + data[place : place + size])
+            self.keys += last
+
+    def reset(self) -> None:
+        """Hold nothing any more; the keys stay true, because tokens are only added."""
+        self.num_entered, self.num_found = 0, -1
+        self.serial = self.root
+        self.next_end = NEVER
