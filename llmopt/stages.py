@@ -162,6 +162,9 @@ class Adapt(Protocol):
     def __call__(self, batch: Batch) -> None:
         """Make the adapters (LoRA) of the batch's rows active for the coming forward. The baseline has none.
 
+        A stage that loads adapters has ``adapter_key(name) -> str``, which is another one when another adapter was
+        loaded under the same name: whoever keeps KV asks for it.
+
         :raises RequestError: for a request that names an adapter which is not loaded.
         """
 
