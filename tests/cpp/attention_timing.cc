@@ -1,5 +1,6 @@
 // Prints what decode attention over a long context takes, next to a plain read of the same keys and values, and what
-// prefill attention takes: attention_timing [num_threads] [huge pages: 0 or 1] [block_size] [decode, draft or prefill]
+// prefill attention takes: attention_timing [num_threads] [huge pages: 0 or 1] [block_size] [decode, short, draft or
+// prefill]
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -108,7 +109,7 @@ void time_step(const Shape& shape, int batch, int q_len, int context, int block_
   std::vector<double> attention, read;
   int64_t sink = 0;
   const Clock::time_point begin = Clock::now();
-  for (int round = 0; round < 40 && (round < 5 || seconds_since(begin) < 1.5); ++round) {
+  for (int round = 0; round < 100 && (round < 5 || seconds_since(begin) < 1.5); ++round) {
     Clock::time_point start = Clock::now();
     plan.update(inputs);
     std::unique_ptr<AttentionCall> call;
@@ -156,6 +157,10 @@ int main(int argc, char** argv) {
       for (bool scattered : {false, true}) {
         for (int batch : {1, 8}) time_step(shape, batch, 1, 4096, block_size, huge, scattered, team);
       }
+    }
+    if (wanted("short")) {
+      for (int batch : {8, 32}) time_step(shape, batch, 1, 64, block_size, huge, false, team);
+      for (int context : {64, 256, 1024}) time_step(shape, 1, 1, context, block_size, huge, false, team);
     }
     if (wanted("draft")) {
       for (int q_len : {4, 8, 16}) time_step(shape, 1, q_len, 4096, block_size, huge, false, team);

@@ -44,6 +44,8 @@ using attention::Task;
 
 // Below this a team of threads costs more than it saves.
 constexpr double kMinParallelNs = 8000;
+// Tasks at the end that a thread takes only when it can start them.
+constexpr int64_t kLastTasks = 6;
 constexpr float kLog2E = 1.44269504088896340736f;
 
 int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
@@ -141,8 +143,23 @@ class AttentionCall::Impl {
 
   void run() {
     std::byte* memory = scratch.at_least(scratch_bytes);
-    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < num_tasks();) {
-      run_task(work.items[i / cache.num_kv_heads], static_cast<int>(i % cache.num_kv_heads), memory);
+    Task task = common_task(memory), next_task = task;
+    int64_t i = take();
+    if (i < num_tasks()) set_place(task, i);
+    while (i < num_tasks()) {
+      // The task after this one is taken early, so that its first keys can be fetched, except near the end, where
+      // another thread may be free sooner.
+      const bool is_early = next.load(std::memory_order_relaxed) + kLastTasks < num_tasks();
+      int64_t following = num_tasks();
+      if (is_early && (following = take()) < num_tasks()) {
+        set_place(next_task, following);
+        task.next = &next_task;
+      }
+      run_task(item_of(i), head_of(i), task);
+      if (!is_early && (following = take()) < num_tasks()) set_place(next_task, following);
+      std::swap(task, next_task);
+      task.next = nullptr;
+      i = following;
     }
   }
 
@@ -156,7 +173,7 @@ class AttentionCall::Impl {
   size_t task_scratch_bytes() const {
     size_t workspace = kernels.workspace_bytes(work.max_rows, cache.head_dim, cache.head_dim_v);
     if (row_tiles) {
-      workspace = std::max({workspace, kernels.row_tile_workspace_bytes(cache.head_dim, cache.head_dim_v),
+      workspace = std::max({workspace, kernels.row_tile_workspace_bytes(cache.head_dim),
                             kernels.column_tile_workspace_bytes(work.max_rows, cache.head_dim, cache.head_dim_v)});
     }
     return (round_up(work.max_rows, 32) * (round_up(cache.head_dim_v, attention::kColumnPadding) + 2)) * sizeof(float) +
@@ -202,41 +219,54 @@ class AttentionCall::Impl {
     }
   }
 
-  void run_task(const WorkItem& item, int head, std::byte* memory) const {
-    const int rows = item.num_q * group();
-    const auto size = static_cast<int64_t>(item_size(cache.dtype));
-    const int64_t head_block = static_cast<int64_t>(cache.block_size) * head;
-    const int64_t token = inputs.cu_seqlens_q[item.request] + item.q_begin;
-    const int q_len = inputs.cu_seqlens_q[item.request + 1] - inputs.cu_seqlens_q[item.request];
+  int64_t take() { return next.fetch_add(1, std::memory_order_relaxed); }
+  const WorkItem& item_of(int64_t task) const { return work.items[task / cache.num_kv_heads]; }
+  int head_of(int64_t task) const { return static_cast<int>(task % cache.num_kv_heads); }
+
+  // What the tasks of a thread share.
+  Task common_task(std::byte* memory) const {
     Task task;
-    task.query = static_cast<const char*>(args.query) +
-                 (token * args.query_token_stride + head * group() * args.query_head_stride) * size;
     task.query_token_stride = args.query_token_stride;
     task.query_head_stride = args.query_head_stride;
-    task.num_q = item.num_q;
     task.group = group();
-    task.first_position = inputs.seq_lens[item.request] - q_len + item.q_begin;
-    task.block_table = inputs.block_tables + item.request * inputs.block_table_stride;
     task.block_size = cache.block_size;
-    task.key = static_cast<const char*>(cache.key) + head_block * cache.head_dim * size;
-    task.value = static_cast<const char*>(cache.value) + head_block * cache.head_dim_v * size;
     task.key_block_stride = static_cast<int64_t>(cache.num_kv_heads) * cache.block_size * cache.head_dim;
     task.value_block_stride = static_cast<int64_t>(cache.num_kv_heads) * cache.block_size * cache.head_dim_v;
     task.head_dim = cache.head_dim;
     task.head_dim_v = cache.head_dim_v;
-    task.key_begin = item.key_begin;
-    task.key_end = item.key_end;
     task.sliding_window = args.sliding_window;
     task.scale = args.scale;
     task.softcap = args.softcap;
-    const int64_t padded_rows = round_up(rows, 32);
+    const int64_t padded_rows = round_up(work.max_rows, 32);
     task.accumulator_stride = round_up(cache.head_dim_v, attention::kColumnPadding);
     task.accumulator = reinterpret_cast<float*>(memory);
     task.row_max = task.accumulator + padded_rows * task.accumulator_stride;
     task.row_sum = task.row_max + padded_rows;
     task.workspace =
         memory + round_up(padded_rows * (task.accumulator_stride + 2) * static_cast<int64_t>(sizeof(float)), 64);
+    return task;
+  }
 
+  void set_place(Task& task, int64_t index) const {
+    const WorkItem& item = item_of(index);
+    const int head = head_of(index);
+    const auto size = static_cast<int64_t>(item_size(cache.dtype));
+    const int64_t head_block = static_cast<int64_t>(cache.block_size) * head;
+    const int64_t token = inputs.cu_seqlens_q[item.request] + item.q_begin;
+    const int q_len = inputs.cu_seqlens_q[item.request + 1] - inputs.cu_seqlens_q[item.request];
+    task.query = static_cast<const char*>(args.query) +
+                 (token * args.query_token_stride + head * group() * args.query_head_stride) * size;
+    task.num_q = item.num_q;
+    task.first_position = inputs.seq_lens[item.request] - q_len + item.q_begin;
+    task.block_table = inputs.block_tables + item.request * inputs.block_table_stride;
+    task.key = static_cast<const char*>(cache.key) + head_block * cache.head_dim * size;
+    task.value = static_cast<const char*>(cache.value) + head_block * cache.head_dim_v * size;
+    task.key_begin = item.key_begin;
+    task.key_end = item.key_end;
+  }
+
+  void run_task(const WorkItem& item, int head, const Task& task) const {
+    const int rows = item.num_q * group();
     if (cache.dtype == DType::kFloat32) {
       (item.few_rows ? kernels.attend_rows_f32 : kernels.attend_tile_f32)(task);
     } else {

@@ -41,6 +41,7 @@ struct Task {
   float* row_max;              // [rows], in units of log2; -infinity: nothing seen
   float* row_sum;              // [rows]
   std::byte* workspace;        // workspace_bytes(...) bytes, 64-byte aligned
+  const Task* next = nullptr;  // what this thread does next, if known: its keys and values are fetched
 };
 
 inline constexpr int kColumnPadding = 32;
@@ -61,7 +62,7 @@ struct Kernels {
   size_t (*workspace_bytes)(int rows, int head_dim, int head_dim_v);
   // attend_rows for up to kMaxTileRows rows in tiles, where row_tiles_fit; may be null.
   void (*attend_row_tiles_bf16)(const Task&);
-  size_t (*row_tile_workspace_bytes)(int head_dim, int head_dim_v);
+  size_t (*row_tile_workspace_bytes)(int head_dim);
   // attend_tile with keys in place, where row_tiles_fit; may be null.
   void (*attend_column_tiles_bf16)(const Task&);
   size_t (*column_tile_workspace_bytes)(int rows, int head_dim, int head_dim_v);

@@ -18,23 +18,22 @@ struct KeyChunk {
   void locate(const Task& task, int first, int key_begin, int key_end) {
     begin = max(0, key_begin - first);
     end = min(kKeys, key_end - first);
+    int block = first / task.block_size, offset = first % task.block_size;
     for (int i = 0; i < kKeys / 16; ++i) {
-      const int key = i * 16 < end ? first + i * 16 : first;
-      const int64_t id = task.block_table[key / task.block_size];
-      const int64_t offset = key % task.block_size;
+      if (i > 0 && i * 16 >= end) {
+        keys[i] = keys[0];
+        values[i] = values[0];
+        continue;
+      }
+      const int64_t id = task.block_table[block];
       keys[i] = static_cast<const uint16_t*>(task.key) + id * task.key_block_stride + offset * task.head_dim;
       values[i] = static_cast<const uint16_t*>(task.value) + id * task.value_block_stride + offset * task.head_dim_v;
+      offset += 16;
+      if (offset == task.block_size) {
+        offset = 0;
+        ++block;
+      }
     }
-  }
-
-  // Group i, to the cache.
-  LLMOPT_INLINE void prefetch(const Task& task, int i) const {
-    if (i * 16 >= end) return;
-    const int key_bytes = 32 * task.head_dim, value_bytes = 32 * task.head_dim_v;
-    const auto* key = reinterpret_cast<const char*>(keys[i]);
-    const auto* value = reinterpret_cast<const char*>(values[i]);
-    for (int at = 0; at < key_bytes; at += 64) __builtin_prefetch(key + at, 0, 2);
-    for (int at = 0; at < value_bytes; at += 64) __builtin_prefetch(value + at, 0, 2);
   }
 };
 

@@ -1,12 +1,16 @@
 // Up to 16 query rows in AMX tiles, keys and values read in place and once (decoding, verification of drafts). Bound by
 // the memory that keys and values come from: 16 rows take as long as one.
 //
-//   scores^T[key][row] = K Q^T      the tile on the left is 16 keys x 32 numbers, as they lie in the cache; queries are
+//   for each chunk of keys
+//     scores^T[key][row] = K Q^T    the tile on the left is 16 keys x 32 numbers, as they lie in the cache; queries are
 //                                   packed once, in pairs of numbers
-//   p = exp2(scores - running max)  row by row, rounded to bfloat16
-//   acc[row][column] += P V         the tile on the right wants pairs of keys: two rows of V are interleaved by an
+//     p = exp2(scores - maximum)    row by row, rounded to bfloat16
+//     acc[row][column] += P V       the tile on the right wants pairs of keys: two rows of V are interleaved by an
 //                                   unpack of each half. That leaves the columns of 32 in another order, in which they
-//                                   are accumulated; finish() puts them right
+//                                   are accumulated; finish_columns() puts them right
+//
+// Each of the three runs over the whole chunk, so that little waits for what came just before. All the while the next
+// chunk, which may be that of the next task, is fetched to the second-level cache at an even pace.
 #pragma once
 
 #include "core/attention/kernels.h"
@@ -17,115 +21,139 @@
 namespace llmopt::attention {
 namespace {
 
-constexpr int kRowTileKeys = 128;  // keys between two updates of the running maximum
+constexpr int kRowTileKeys = 256;  // keys of a chunk
 constexpr int kTileRows = kMaxTileRows;
+
+using RowTileChunk = KeyChunk<kRowTileKeys>;
 
 // The workspace of a task.
 struct RowTileBuffers {
   static constexpr int kScoreStride = kRowTileKeys + kLanes;
   static constexpr int kProbStride = kRowTileKeys + 2 * kLanes;
-  // One pair more than there are, so that columns do not share cache sets.
-  static constexpr int kValueStride = (kRowTileKeys / 2 + 1) * 16;
 
   uint32_t* query;    // [head_dim / 32, 16 pairs of numbers, 16 rows]
-  float* transposed;  // [64 keys, 16 rows]
+  float* transposed;  // [2, 32 keys, 16 rows]
   float* scores;      // [16, kScoreStride]
-  uint16_t* probs;    // [16, kProbStride], zeros in rows that are not there
-  uint32_t* values;   // [head_dim_v / 16, kValueStride / 16 pairs of keys, 16 columns]
+  uint16_t* probs;    // [16, kProbStride]; rows that are not there hold anything
+  uint32_t* values;   // [2, 4, 16 pairs of keys, 16 columns]
 
   // With base == nullptr only the size is of use.
-  size_t place(std::byte* base, int head_dim, int head_dim_v) {
+  size_t place(std::byte* base, int head_dim) {
     size_t size = 0;
     auto take = [&]<class T>(T*& pointer, int64_t count) {
       pointer = reinterpret_cast<T*>(base + size);
       size += round_up(count * static_cast<int64_t>(sizeof(T)), 64);
     };
     take(query, head_dim / 2 * kTileRows);
-    take(transposed, 64 * kTileRows);
+    take(transposed, 2 * 32 * kTileRows);
     take(scores, kTileRows * kScoreStride);
     take(probs, kTileRows * kProbStride);
-    take(values, head_dim_v / 16 * kValueStride);
+    take(values, 2 * 4 * 256);
     return size;
   }
 };
 
-inline size_t row_tile_workspace_bytes(int head_dim, int head_dim_v) {
-  return RowTileBuffers().place(nullptr, head_dim, head_dim_v);
-}
+inline size_t row_tile_workspace_bytes(int head_dim) { return RowTileBuffers().place(nullptr, head_dim); }
 
-using RowTileChunk = KeyChunk<kRowTileKeys>;
+// Of a short chunk only the first line of each group is fetched: all of them would hold up the loads of the chunk at
+// hand for longer than they save.
+constexpr int kLongChunk = 128;
 
-// Columns [column, column + 32) of group i, in pairs of keys. Rows outside of [begin, end) become zeros.
-LLMOPT_INLINE void interleave_values(const Task& task, const RowTileBuffers& buffers, const RowTileChunk& chunk, int i,
-                                     int column) {
-  if (column >= task.head_dim_v) return;
-  const int64_t stride = task.head_dim_v;
-  const uint16_t* from = chunk.values[i] + column;
-  uint32_t* to = buffers.values + column / 16 * RowTileBuffers::kValueStride + i * 8 * 16;
-  const int begin = chunk.begin - i * 16, end = chunk.end - i * 16;
-  if (begin <= 0 && end >= 16) {
-#pragma GCC unroll 8
-    for (int j = 0; j < 16; j += 2, from += 2 * stride, to += 16) {
-      const __m512i a = _mm512_loadu_si512(from), b = _mm512_loadu_si512(from + stride);
-      _mm512_store_si512(to, _mm512_unpacklo_epi16(a, b));
-      _mm512_store_si512(to + RowTileBuffers::kValueStride, _mm512_unpackhi_epi16(a, b));
+// What is to be fetched while a chunk is computed, a few cache lines at a time.
+class LineStream {
+ public:
+  void add(const RowTileChunk& chunk, const Task& task) {
+    const int groups = (chunk.end + 15) / 16;
+    const bool is_long = chunk.end >= kLongChunk;
+    for (int i = 0; i < groups; ++i) add(chunk.keys[i], is_long ? task.head_dim / 2 : 1);
+    for (int i = 0; i < groups; ++i) add(chunk.values[i], is_long ? task.head_dim_v / 2 : 1);
+  }
+
+  // Divide what there is among `num_steps` calls of fetch().
+  void pace(int num_steps) { lines_per_step_ = (num_lines_ + num_steps - 1) / num_steps; }
+
+  LLMOPT_INLINE void fetch() {
+    for (int left = lines_per_step_; left > 0 && next_ < num_pieces_;) {
+      Piece& piece = pieces_[next_];
+      const int count = min(left, piece.num_lines);
+      for (int i = 0; i < count; ++i) __builtin_prefetch(piece.from + 32 * i, 0, 2);
+      left -= count;
+      piece.from += 32 * count;
+      piece.num_lines -= count;
+      next_ += piece.num_lines == 0;
     }
-    return;
   }
-  for (int j = 0; j < 16; j += 2, from += 2 * stride, to += 16) {
-    const __m512i a = j >= begin && j < end ? _mm512_loadu_si512(from) : __m512i{};
-    const __m512i b = j + 1 >= begin && j + 1 < end ? _mm512_loadu_si512(from + stride) : __m512i{};
-    _mm512_store_si512(to, _mm512_unpacklo_epi16(a, b));
-    _mm512_store_si512(to + RowTileBuffers::kValueStride, _mm512_unpackhi_epi16(a, b));
+
+ private:
+  struct Piece {
+    const uint16_t* from;
+    int num_lines;
+  };
+  void add(const uint16_t* from, int num_lines) {
+    pieces_[num_pieces_++] = {from, num_lines};
+    num_lines_ += num_lines;
+  }
+
+  Piece pieces_[2 * kRowTileKeys / 16];
+  int num_pieces_ = 0, next_ = 0, num_lines_ = 0, lines_per_step_ = 0;
+};
+
+// query^T in pairs of numbers; rows that are not there are zeros.
+inline void pack_query_rows(const Task& task, int num_rows, uint32_t* to) {
+  auto row = [&](int r, int d) {
+    return load_as<WordVec>(static_cast<const uint16_t*>(task.query) + (r / task.group) * task.query_token_stride +
+                            (r % task.group) * task.query_head_stride + d);
+  };
+  for (int d = 0; d < task.head_dim; d += 32, to += 16 * kTileRows) {
+    WordVec v[kLanes];
+    for (int r = 0; r < kLanes; ++r) v[r] = r < num_rows ? row(r, d) : WordVec{};
+    transpose(v);
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; ++i) store(to + i * kTileRows, v[i]);
   }
 }
 
-// transposed[0 .. 64) = the scores of the groups [i, i + 4). While the tiles multiply, the groups' values are put in
-// pairs and the next chunk is fetched. Tiles 0-3: sums, 4-5: keys, 6: queries.
-LLMOPT_INLINE void score_groups(const Task& task, const RowTileBuffers& buffers, const RowTileChunk& chunk,
-                                const RowTileChunk& next, int i) {
+// out[32 keys][16 rows] = scores^T of the groups i and i + 1. Tiles 0-1: sums, 2-3: keys, 4-7: queries, which stay
+// there when kDepth, the number of tiles of a query, is not zero.
+template <int kDepth>
+LLMOPT_INLINE void score_groups(const Task& task, const uint32_t* query, const RowTileChunk& chunk, LineStream& stream,
+                                int i, float* out) {
   const int64_t stride = task.head_dim * 2;
-  const uint16_t* const* keys = chunk.keys + i;
-  auto meanwhile = [&](int group, int column) {
-    if (column == 0) next.prefetch(task, group);
-    interleave_values(task, buffers, chunk, group, column);
-  };
+  const uint16_t *keys = chunk.keys[i], *keys2 = chunk.keys[i + 1];
   asm volatile("" : : : "memory");
   _tile_zero(0);
   _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
-  int d = 0;
-  for (; d < task.head_dim; d += 32) {
-    _tile_loadd(6, buffers.query + d / 2 * kTileRows, 64);
-    _tile_loadd(4, keys[0] + d, stride);
-    _tile_dpbf16ps(0, 4, 6);
-    meanwhile(i, d);
-    _tile_loadd(5, keys[1] + d, stride);
-    _tile_dpbf16ps(1, 5, 6);
-    meanwhile(i + 1, d);
-    _tile_loadd(4, keys[2] + d, stride);
-    _tile_dpbf16ps(2, 4, 6);
-    meanwhile(i + 2, d);
-    _tile_loadd(5, keys[3] + d, stride);
-    _tile_dpbf16ps(3, 5, 6);
-    meanwhile(i + 3, d);
+#define LLMOPT_SCORE_STEP(query_tile, d) \
+  _tile_loadd(2, keys + (d), stride);    \
+  _tile_dpbf16ps(0, 2, query_tile);      \
+  _tile_loadd(3, keys2 + (d), stride);   \
+  _tile_dpbf16ps(1, 3, query_tile)
+  if constexpr (kDepth == 2 || kDepth == 4) {
+    LLMOPT_SCORE_STEP(4, 0);
+    stream.fetch();
+    LLMOPT_SCORE_STEP(5, 32);
+    if constexpr (kDepth == 4) {
+      LLMOPT_SCORE_STEP(6, 64);
+      LLMOPT_SCORE_STEP(7, 96);
+    }
+  } else {
+    for (int d = 0; d < task.head_dim; d += 32) {
+      _tile_loadd(4, query + d / 2 * kTileRows, 64);
+      LLMOPT_SCORE_STEP(4, d);
+    }
+    stream.fetch();
   }
-  _tile_stored(0, buffers.transposed, 64);
-  _tile_stored(1, buffers.transposed + 256, 64);
-  _tile_stored(2, buffers.transposed + 512, 64);
-  _tile_stored(3, buffers.transposed + 768, 64);
+#undef LLMOPT_SCORE_STEP
+  _tile_stored(0, out, 64);
+  _tile_stored(1, out + 256, 64);
   asm volatile("" : : : "memory");
-  for (; d < task.head_dim_v; d += 32) {
-    for (int group = i; group < i + 4; ++group) meanwhile(group, d);
-  }
 }
 
-// scores[r][j .. j + 64) for each row.
-LLMOPT_INLINE void transpose_scores(const RowTileBuffers& buffers, int num_rows, int j) {
-  for (int i = 0; i < 64; i += 16) {
-    const float* from = buffers.transposed + i * kTileRows;
-    float* to = buffers.scores + j + i;
+// scores[r][0 .. 32) of each row from from[32 keys][16 rows].
+LLMOPT_INLINE void transpose_scores(const float* from, int num_rows, float* scores) {
+  constexpr int kStride = RowTileBuffers::kScoreStride;
+  for (int i = 0; i < 32; i += 16, from += 16 * kTileRows) {
+    float* to = scores + i;
     if (num_rows <= 4) {
       // Four rows of 16 keys: keys k, k + 4, k + 8, k + 12 share a vector, one per quarter.
       __m512 v[4];
@@ -137,7 +165,6 @@ LLMOPT_INLINE void transpose_scores(const RowTileBuffers& buffers, int num_rows,
       }
       const __m512 a = _mm512_unpacklo_ps(v[0], v[1]), b = _mm512_unpackhi_ps(v[0], v[1]);
       const __m512 c = _mm512_unpacklo_ps(v[2], v[3]), d = _mm512_unpackhi_ps(v[2], v[3]);
-      constexpr int kStride = RowTileBuffers::kScoreStride;
       _mm512_storeu_ps(to, _mm512_shuffle_ps(a, c, 0x44));
       _mm512_storeu_ps(to + kStride, _mm512_shuffle_ps(a, c, 0xee));
       _mm512_storeu_ps(to + 2 * kStride, _mm512_shuffle_ps(b, d, 0x44));
@@ -148,18 +175,75 @@ LLMOPT_INLINE void transpose_scores(const RowTileBuffers& buffers, int num_rows,
       for (int k = 0; k < kLanes; ++k) v[k] = load_as<WordVec>(from + k * kTileRows);
       transpose(v);
 #pragma GCC unroll 16
-      for (int r = 0; r < kLanes; ++r) store(reinterpret_cast<uint32_t*>(to + r * RowTileBuffers::kScoreStride), v[r]);
+      for (int r = 0; r < kLanes; ++r) store(reinterpret_cast<uint32_t*>(to + r * kStride), v[r]);
+    }
+  }
+}
+
+template <int kDepth>
+LLMOPT_INLINE void score_chunk(const Task& task, const RowTileBuffers& buffers, const RowTileChunk& chunk,
+                               LineStream& stream, int num_rows) {
+  if constexpr (kDepth > 0) {
+    _tile_loadd(4, buffers.query, 64);
+    _tile_loadd(5, buffers.query + 256, 64);
+    if constexpr (kDepth == 4) {
+      _tile_loadd(6, buffers.query + 512, 64);
+      _tile_loadd(7, buffers.query + 768, 64);
+    }
+  }
+  // Sums are transposed a step later: they cannot be loaded at once.
+  constexpr int kSize = 32 * kTileRows;
+  int i = 0;
+  for (; i * 16 < chunk.end; i += 2) {
+    score_groups<kDepth>(task, buffers.query, chunk, stream, i, buffers.transposed + i / 2 % 2 * kSize);
+    stream.fetch();
+    if (i > 0) transpose_scores(buffers.transposed + (i / 2 - 1) % 2 * kSize, num_rows, buffers.scores + (i - 2) * 16);
+  }
+  transpose_scores(buffers.transposed + (i / 2 - 1) % 2 * kSize, num_rows, buffers.scores + (i - 2) * 16);
+}
+
+// Columns [column, column + 16 * kTiles) of the 32 keys of groups i and i + 1, in pairs of keys. Rows outside of the
+// chunk's range become zeros.
+template <int kTiles>
+LLMOPT_INLINE void interleave_values(const Task& task, const RowTileChunk& chunk, LineStream& stream, int i, int column,
+                                     bool fetches, uint32_t* to) {
+  const int64_t stride = task.head_dim_v;
+  for (int half = 0; half < 2; ++half, ++i, to += 128) {
+    if (fetches) stream.fetch();
+    const uint16_t* from = chunk.values[i] + column;
+    const int begin = chunk.begin - i * 16, end = chunk.end - i * 16;
+    auto put = [&](int j, int c, __m512i a, __m512i b) {
+      _mm512_store_si512(to + c * 16 + j * 8, _mm512_unpacklo_epi16(a, b));
+      _mm512_store_si512(to + c * 16 + 256 + j * 8, _mm512_unpackhi_epi16(a, b));
+    };
+    if (begin <= 0 && end >= 16) {
+#pragma GCC unroll 8
+      for (int j = 0; j < 16; j += 2) {
+        for (int c = 0; c < 16 * kTiles; c += 32) {
+          const uint16_t* at = from + j * stride + c;
+          put(j, c, _mm512_loadu_si512(at), _mm512_loadu_si512(at + stride));
+        }
+      }
+      continue;
+    }
+    for (int j = 0; j < 16; j += 2) {
+      for (int c = 0; c < 16 * kTiles; c += 32) {
+        const uint16_t* at = from + j * stride + c;
+        put(j, c, j >= begin && j < end ? _mm512_loadu_si512(at) : __m512i{},
+            j + 1 >= begin && j + 1 < end ? _mm512_loadu_si512(at + stride) : __m512i{});
+      }
     }
   }
 }
 
 // Columns [column, column + 16 * kTiles). Tiles 0-3: sums, 4-5: values, 6: probabilities.
 template <int kTiles>
-LLMOPT_INLINE void add_values(const Task& task, const RowTileBuffers& buffers, int num_keys, int column) {
-  constexpr int kStride = RowTileBuffers::kValueStride;
+LLMOPT_INLINE void add_values(const Task& task, const RowTileBuffers& buffers, const RowTileChunk& chunk,
+                              LineStream& stream, int column) {
   float* acc = task.accumulator + column;
   const int64_t acc_bytes = task.accumulator_stride * 4;
-  const uint32_t* values = buffers.values + column / 16 * kStride;
+  const bool fetches = column == 0;
+  interleave_values<kTiles>(task, chunk, stream, 0, column, fetches, buffers.values);
   asm volatile("" : : : "memory");
   _tile_loadd(0, acc, acc_bytes);
   _tile_loadd(1, acc + 16, acc_bytes);
@@ -167,18 +251,25 @@ LLMOPT_INLINE void add_values(const Task& task, const RowTileBuffers& buffers, i
     _tile_loadd(2, acc + 32, acc_bytes);
     _tile_loadd(3, acc + 48, acc_bytes);
   }
-  for (int j = 0; j < num_keys; j += 32, values += 256) {
-    _tile_loadd(6, buffers.probs + j, RowTileBuffers::kProbStride * 2);
+  for (int i = 0; i * 16 < chunk.end; i += 2) {
+    // The values of the next step are put in pairs while the tiles of this one multiply.
+    const uint32_t* values = buffers.values + i / 2 % 2 * 1024;
+    if ((i + 2) * 16 < chunk.end) {
+      interleave_values<kTiles>(task, chunk, stream, i + 2, column, fetches, buffers.values + (i / 2 + 1) % 2 * 1024);
+    }
+    asm volatile("" : : : "memory");
+    _tile_loadd(6, buffers.probs + i * 16, RowTileBuffers::kProbStride * 2);
     _tile_loadd(4, values, 64);
     _tile_dpbf16ps(0, 6, 4);
-    _tile_loadd(5, values + kStride, 64);
+    _tile_loadd(5, values + 256, 64);
     _tile_dpbf16ps(1, 6, 5);
     if constexpr (kTiles == 4) {
-      _tile_loadd(4, values + 2 * kStride, 64);
+      _tile_loadd(4, values + 512, 64);
       _tile_dpbf16ps(2, 6, 4);
-      _tile_loadd(5, values + 3 * kStride, 64);
+      _tile_loadd(5, values + 768, 64);
       _tile_dpbf16ps(3, 6, 5);
     }
+    asm volatile("" : : : "memory");
   }
   _tile_stored(0, acc, acc_bytes);
   _tile_stored(1, acc + 16, acc_bytes);
@@ -208,19 +299,9 @@ inline void finish_columns(const Task& task, int num_rows) {
 inline void attend_row_tiles(const Task& task) {
   const int num_rows = task.num_q * task.group;
   RowTileBuffers buffers;
-  buffers.place(task.workspace, task.head_dim, task.head_dim_v);
-  std::memset(buffers.query, 0, task.head_dim / 2 * kTileRows * sizeof(uint32_t));
-  std::memset(buffers.probs, 0, kTileRows * RowTileBuffers::kProbStride * sizeof(uint16_t));
-  for (int r = 0; r < num_rows; ++r) {
-    const auto* row = static_cast<const char*>(task.query) +
-                      ((r / task.group) * task.query_token_stride + (r % task.group) * task.query_head_stride) * 2;
-    for (int d = 0; d < task.head_dim / 2; ++d) std::memcpy(buffers.query + d * kTileRows + r, row + 4 * d, 4);
-  }
+  buffers.place(task.workspace, task.head_dim);
+  pack_query_rows(task, num_rows, buffers.query);
   start_rows(task, num_rows);
-  // The tiles have 16 rows; the others gather zeros.
-  for (int r = num_rows; r < kTileRows; ++r) {
-    std::memset(task.accumulator + r * task.accumulator_stride, 0, task.head_dim_v * sizeof(float));
-  }
 
   const SoftmaxScale scale(task);
   // 16 keys from a multiple of 16 on lie in one block.
@@ -232,23 +313,32 @@ inline void attend_row_tiles(const Task& task) {
     std::swap(chunk, next);
     if (first + kRowTileKeys < task.key_end) {
       next->locate(task, first + kRowTileKeys, task.key_begin, task.key_end);
+    } else if (task.next) {
+      next->locate(*task.next, task.next->key_begin / 16 * 16, task.next->key_begin, task.next->key_end);
     } else {
       next->end = 0;
     }
-    for (int j = 0; j < chunk->end; j += 64) {
-      score_groups(task, buffers, *chunk, *next, j / 16);
-      transpose_scores(buffers, num_rows, j);
+    LineStream stream;
+    stream.add(*next, task);
+    stream.pace((chunk->end + 15) / 16 * 2 + num_rows);
+    if (task.head_dim == 64) {
+      score_chunk<2>(task, buffers, *chunk, stream, num_rows);
+    } else if (task.head_dim == 128) {
+      score_chunk<4>(task, buffers, *chunk, stream, num_rows);
+    } else {
+      score_chunk<0>(task, buffers, *chunk, stream, num_rows);
     }
     const int high = static_cast<int>(round_up(chunk->end, 32));
     for (int r = 0; r < num_rows; ++r) {
+      stream.fetch();
       Interval seen = visible_keys(task, r, first, chunk->end);
       seen.begin = min(max(seen.begin, chunk->begin), seen.end);
       softmax_row<false>(task, scale, r, seen, buffers.scores + r * RowTileBuffers::kScoreStride,
                          buffers.probs + r * RowTileBuffers::kProbStride, 0, high);
     }
     int column = 0;
-    for (; column + 64 <= task.head_dim_v; column += 64) add_values<4>(task, buffers, chunk->end, column);
-    if (column < task.head_dim_v) add_values<2>(task, buffers, chunk->end, column);
+    for (; column + 64 <= task.head_dim_v; column += 64) add_values<4>(task, buffers, *chunk, stream, column);
+    if (column < task.head_dim_v) add_values<2>(task, buffers, *chunk, stream, column);
   }
   finish_columns(task, num_rows);
 }
