@@ -3,10 +3,10 @@
 
     python tests/benchmarks/cost_model.py MODEL [--plugin NAME]... [--requests N] [--seed N]
 
-Requests of many lengths arrive in random order. Every step is predicted twice before it runs: by the model as measured
-in `build`, and by the one that learns from every step. Prints the errors by kind of step, and whether the corrected ones
-are within the bound that docs/cost_model.md states: half of the steps of each kind within 15 %, nine of ten within 30 %.
-The first 20 steps are for learning and are not judged.
+Requests of many lengths arrive in random order. Every step is predicted twice before it runs: by the model as it was
+measured in `build`, and by the one that learns from every step. Prints the errors by kind of step, and whether the
+corrected ones are within the bound that docs/cost_model.md states: half of the steps of each kind within 15 %, nine of
+ten within 30 %. The first 20 steps are for learning and are not judged.
 """
 
 from __future__ import annotations
