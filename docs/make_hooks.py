@@ -31,6 +31,7 @@ at a time, in the order in which the user listed the plugins. They are never cal
   number of plugins may wrap a stage; the one listed last is outermost. Replacements come first, wherever they are
   listed.
 - `llmopt_reserve` says how much memory the plugin's stages will hold, before the KV pool is sized.
+- `llmopt_kv_storage` may provide the memory of the KV pool. At most one plugin does.
 - `llmopt_finish` sees the finished pipeline.
 
 A hook may return None to leave things alone. It may leave out arguments that it does not use. A misspelt hook, an
@@ -63,7 +64,7 @@ def page() -> str:
         for stage in names:
             parts.append(f"### {stage}\n\n{_protocol(stage)}")
             parts += [_hook(f"llmopt_{verb}_{stage}") for verb in ("replace", "wrap")]
-    parts.append("## Memory of plugins\n\n" + _hook("llmopt_reserve"))
+    parts.append("## Memory\n\n" + _hook("llmopt_reserve") + "\n" + _hook("llmopt_kv_storage"))
     parts.append("## Finish\n\n" + _hook("llmopt_finish"))
     return "\n".join(parts)
 

@@ -66,7 +66,7 @@ def build(
     else:
         source, loaded = None, LoadedModel(model)
     loaded.tokenizer = tokenizer or loaded.tokenizer
-    return _Builder(loaded, source, registry, settings).build()
+    return _Builder(loaded, source, load_options or {}, registry, settings).build()
 
 
 class _Builder:
@@ -74,6 +74,7 @@ class _Builder:
         self,
         loaded: LoadedModel,
         source: str | None,
+        load_options: dict[str, Any],
         registry: Registry,
         config: PipelineConfig,
     ) -> None:
@@ -83,6 +84,7 @@ class _Builder:
             model=unwrap(loaded.model),
             tokenizer=loaded.tokenizer,
             source=source,
+            load_options=load_options,
             weights_unread=loaded.weights_unread,
         )
         self.loaded_model, self.known_shapes = loaded.model, loaded.layer_shapes
@@ -152,7 +154,9 @@ class _Builder:
         budget -= max_num_requests * 2 * capabilities.state_bytes  # at rest, and live in the cache layers
         context.max_model_len, context.block_pool = self._size_pool(capabilities, budget, max_num_requests)
         pool = context.block_pool
-        kv = context.kv_cache = KVCache(capabilities.layer_shapes, pool.num_blocks, pool.block_size)
+        kv = context.kv_cache = KVCache(
+            capabilities.layer_shapes, pool.num_blocks, pool.block_size, self.registry.kv_storage(config, context)
+        )
         builder = context.batch_builder = BatchBuilder(pool.block_size)
         queue = context.queue = RequestQueue(max_num_requests)
         stages, model, tokenizer = context.stages, context.model, context.tokenizer

@@ -1,5 +1,5 @@
 """The hook points, in the order of `llmopt.stages`: two for every stage; one each to load, to configure, to reserve
-memory, to finish.
+memory, to provide that of the KV pool, to finish.
 
 Hooks are called while a pipeline is built, one plugin at a time, in the order in which the user listed the plugins;
 they are never called in the step. A replacing hook returns a stage or None; at most one plugin may replace a stage. A
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from llmopt.config import PipelineConfig
+    from llmopt.kv_cache import KVStorage
     from llmopt.loaded_model import LoadedModel
     from llmopt.pipeline import InferencePipeline
     from llmopt.registry import BuildContext
@@ -82,6 +83,17 @@ def llmopt_reserve(config: PipelineConfig, context: BuildContext) -> int | None:
     for a model that the engine cannot run.
 
     :returns: bytes on the device of the model, at most, beside what the model holds already; or None.
+    """
+
+
+@hookspec
+def llmopt_kv_storage(config: PipelineConfig, context: BuildContext) -> KVStorage | None:
+    """Provide the memory of the KV pool, for example memory that another process maps too.
+
+    Runs once, when the pool is sized and before its tensors are made. At most one plugin may provide it.
+
+    :returns: a callable ``(shape, dtype, device) -> Tensor`` that is called for the keys and the values of every layer
+        in turn, lowest layer first; or None. Its memory need not be written to: blocks are, before they are read.
     """
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from llmopt.huge_pages import ask_for_huge_pages
+
+KVStorage: TypeAlias = "Callable[[tuple[int, ...], torch.dtype, torch.device], Tensor]"  # makes one tensor of the pool
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,22 +44,29 @@ class KVCache:
     """All layers' blocks. A block id means the same place in every layer.
 
     :param shapes: layer index -> what the layer stores; layers without KV are absent.
+    :param storage: makes the tensors; None: memory of this process.
     """
 
-    def __init__(self, shapes: Mapping[int, LayerShape], num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self,
+        shapes: Mapping[int, LayerShape],
+        num_blocks: int,
+        block_size: int,
+        storage: KVStorage | None = None,
+    ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.shapes = dict(shapes)
         self.layers: dict[int, LayerKV] = {}
+        make = storage or _own_memory
         with torch.inference_mode(False):  # tensors made in that mode could not be written to outside of it
             for i, s in self.shapes.items():
-                # torch.empty leaves the pages untouched: memory is taken as blocks are written
                 key = (num_blocks, s.num_key_heads, block_size, s.key_dim)
                 value = (num_blocks, s.num_value_heads, block_size, s.value_dim)
                 layer = LayerKV(
                     index=i,
-                    key=torch.empty(key, dtype=s.dtype, device=s.device),
-                    value=torch.empty(value, dtype=s.dtype, device=s.device),
+                    key=make(key, s.dtype, s.device),
+                    value=make(value, s.dtype, s.device),
                 )
                 ask_for_huge_pages(layer.key)
                 ask_for_huge_pages(layer.value)
@@ -80,3 +90,8 @@ class KVCache:
         key = layer.key[table].transpose(0, 1).flatten(1, 2)[:, :num_tokens]
         value = layer.value[table].transpose(0, 1).flatten(1, 2)[:, :num_tokens]
         return key, value
+
+
+def _own_memory(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Pages stay untouched: memory is taken as blocks are written."""
+    return torch.empty(shape, dtype=dtype, device=device)

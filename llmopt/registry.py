@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from llmopt.block_pool import BlockPool
     from llmopt.config import PipelineConfig
     from llmopt.hf.capabilities import Capabilities
-    from llmopt.kv_cache import KVCache
+    from llmopt.kv_cache import KVCache, KVStorage
     from llmopt.pipeline import InferencePipeline
     from llmopt.queue import RequestQueue
     from llmopt.stages import Machine
@@ -54,6 +54,7 @@ class BuildContext:
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None
     source: str | None = None  # folder, .gguf file or hub id, when the model was given by name
+    load_options: dict[str, Any] = field(default_factory=dict)  # what the user gave for loading it
     weights_unread: bool = False  # a forward of the model would read its weights; see `LoadedModel`
     machine: Machine | None = None  # after probe
     capabilities: Capabilities | None = None  # after shard: how the engine can run the model
@@ -303,6 +304,29 @@ class Registry:
                 )
             reserved[info_of(plugin).name] = num_bytes
         return reserved
+
+    def kv_storage(self, config: PipelineConfig, context: BuildContext) -> KVStorage | None:
+        """Who makes the tensors of the KV pool; None: the pool itself.
+
+        :raises PluginConflictError: two plugins want to; names both.
+        """
+        found: dict[str, KVStorage] = {}
+        for plugin in self.plugins:
+            storage = self._call(plugin, "llmopt_kv_storage", config=config, context=context)
+            if storage is None:
+                continue
+            if not callable(storage):
+                raise PluginHookError(
+                    f"plugin {info_of(plugin).name!r} returned {storage!r} from llmopt_kv_storage; it returns a "
+                    "callable that makes tensors, or None."
+                )
+            found[info_of(plugin).name] = storage
+        if len(found) > 1:
+            raise PluginConflictError(
+                f"the memory of the KV pool is provided by both {' and '.join(map(repr, found))}. Keep one of them in "
+                "plugins=[...]."
+            )
+        return next(iter(found.values()), None)
 
     def build_stage(self, stage: str, baseline: Any, config: PipelineConfig, context: BuildContext) -> Any:
         """Fold the plugins of one stage over its baseline and return the outermost callable.

@@ -26,6 +26,7 @@ ONCE = {
     "llmopt_load": ["source", "load_options"],
     "llmopt_configure": ["config"],
     "llmopt_reserve": ["config", "context"],
+    "llmopt_kv_storage": ["config", "context"],
     "llmopt_finish": ["pipeline"],
 }
 DOCS = Path(__file__).parents[2] / "docs"
@@ -217,6 +218,7 @@ def test_every_hook_is_called_once_while_the_pipeline_is_built_in_the_documented
         called = list(both.calls)
     ordered = [f"llmopt_{verb}_{stage}" for stage in STAGES for verb in ("replace", "wrap")]
     ordered.insert(ordered.index("llmopt_replace_lookup"), "llmopt_reserve")
+    ordered.insert(ordered.index("llmopt_replace_lookup"), "llmopt_kv_storage")
     assert called == ["llmopt_configure", *ordered, "llmopt_finish"]
 
 
@@ -240,6 +242,26 @@ def test_the_pool_leaves_the_memory_that_plugins_reserve_to_them() -> None:
     for wrong in (-1, 0.5, "all"):
         with pytest.raises(PluginHookError, match="from llmopt_reserve; it returns a number of bytes or None"):
             build(wrong)
+
+
+def test_one_plugin_may_provide_the_memory_of_the_kv_pool() -> None:
+    made: list[Any] = []
+
+    def make(shape: Any, dtype: Any, device: Any) -> Any:
+        made.append(torch.zeros(shape, dtype=dtype, device=device))
+        return made[-1]
+
+    with llmopt.build(MODEL, [plugin("mine", "llmopt_kv_storage", lambda: make)]) as pipe:
+        layers = list(pipe.kv_cache.layers.values())
+        tensors = [tensor for layer in layers for tensor in (layer.key, layer.value)]
+        assert [id(t) for t in made] == [id(t) for t in tensors]
+        pipe.batch([[5, 6, 7]], max_new_tokens=4, progress=False)
+        assert made[0].any()
+    both = [plugin(name, "llmopt_kv_storage", lambda: make) for name in ("one", "two")]
+    with pytest.raises(PluginConflictError, match="provided by both 'one' and 'two'"):
+        llmopt.build(MODEL, both)
+    with pytest.raises(PluginHookError, match="from llmopt_kv_storage; it returns a callable"):
+        llmopt.build(MODEL, [plugin("wrong", "llmopt_kv_storage", lambda: "memory")])
 
 
 def test_a_model_given_by_name_is_loaded_by_the_first_plugin_that_wants_to(tmp_path: Path) -> None:
