@@ -107,8 +107,8 @@ LLMOPT_INLINE void multiply_tile_block(const std::byte* input, int64_t plane_byt
       const std::byte* ahead = panel + fetch.ahead;
 #pragma GCC unroll 16
       for (int line = 0; line < 16; ++line) {
-        __builtin_prefetch(ahead + line * 64, 0, 3);
-        if constexpr (kPanels == 2) __builtin_prefetch(ahead + panel_bytes + line * 64, 0, 3);
+        __builtin_prefetch(ahead + line * 64, 0, 2);
+        if constexpr (kPanels == 2) __builtin_prefetch(ahead + panel_bytes + line * 64, 0, 2);
       }
     }
     for (int line = 0; line < fetch.later_lines; ++line, fetch.later += 64) {
@@ -142,11 +142,12 @@ LLMOPT_INLINE void multiply_any_tile_block(int row_tiles, int num_panels, const 
   }
 }
 
-// A pair of panels, or a last one alone, fetched `task.prefetch_bytes` ahead.
+// A pair of panels, or a last one alone, to the second-level cache: the first has room for the input only. There is
+// room for twice of what the vector kernels fetch ahead.
 inline Fetch fetch_ahead(const Task& task, int64_t num_tiles) {
   Fetch fetch;
-  fetch.ahead = task.prefetch_bytes;
-  fetch.ahead_tiles = at_least(num_tiles - (task.prefetch_bytes + kTileBytes - 1) / kTileBytes, 0);
+  fetch.ahead = at_most(2 * task.prefetch_bytes, task.panel_bytes / 64 * 64);
+  fetch.ahead_tiles = at_least(num_tiles - (fetch.ahead + kTileBytes - 1) / kTileBytes, 0);
   fetch.jump = task.panel_bytes;
   return fetch;
 }

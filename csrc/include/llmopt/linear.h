@@ -114,7 +114,7 @@ class TileScope {
 // Thresholds that depend on the machine. Set before the first step (autotune does); read by linear().
 struct LinearTuning {
   int tile_rows_bf16 = 5;     // from so many rows on: AMX tiles instead of dot products
-  int tile_rows_int8 = 2;     // two planes of eight rows are one tile
+  int tile_rows_int8 = 1;     // two planes of eight rows are one tile: half the instructions of dot products
   int tile_rows_group = 6;    //
   int unpack_rows = 80;       // grouped formats: unpack to bfloat16 and use its tiles
   int prefetch_bytes = 4096;  // how far ahead of the reading a panel is fetched
