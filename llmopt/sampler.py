@@ -1,8 +1,8 @@
 """Choice of tokens for independent requests: vectorised over rows, each row with its own parameters and seed.
 
 The random number of a token depends on the request's seed and the token's place in the sequence, on nothing else, so
-a request's output depends neither on its neighbours nor on speculation. Filters follow Hugging Face in order and in
-ties: temperature, top-k, top-p, min-p.
+a request's output depends neither on its neighbours nor on speculation. Filters follow Hugging Face in order:
+temperature, top-k, top-p, min-p (`llmopt.ops.sample`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from llmopt.errors import NonFiniteLogitsError, StageError
 from llmopt.ops.argmax import argmax
+from llmopt.ops.sample import sample_rows
 
 if TYPE_CHECKING:
     from llmopt.request import Request
@@ -141,42 +142,13 @@ def edit_logits(rows: list[Row], logits: Tensor, errors: dict[int, BaseException
 
 
 def _sample_random(rows: list[Row], logits: Tensor) -> list[int]:
-    """Sample every row by inverting its cumulative distribution at the row's own random number."""
-    device = logits.device
+    """Draw every row's token at the row's own random number."""
     params = [row.request.sampling for row in rows]
-
-    def column(values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=device)[:, None]
-
-    scores = logits / column([p.temperature for p in params])
-    vocab = scores.shape[-1]
-    scores = _filter(scores, [p.top_k for p in params], [p.top_p for p in params], [p.min_p for p in params], vocab)
-    cumulative = scores.double().softmax(dim=-1).cumsum(dim=-1)
-    draws = [uniform(row.request.seed, row.position) for row in rows]
-    targets = torch.tensor(draws, dtype=torch.float64, device=device)[:, None] * cumulative[:, -1:]
-    # the first place where the sum exceeds the target has a probability above zero
-    tokens: list[int] = (cumulative > targets).int().argmax(dim=-1).tolist()
-    return tokens
-
-
-def _filter(scores: Tensor, top_k: list[int], top_p: list[float], min_p: list[float], vocab: int) -> Tensor:
-    """Top-k, top-p and min-p for rows of ``scores [S, vocab]``; rows with a filter switched off are left alone."""
-    ks = [k if 0 < k < vocab else vocab for k in top_k]
-    if min(ks) < vocab:
-        largest = scores.topk(max(k for k in ks if k < vocab), dim=-1).values
-        for index, k in enumerate(ks):
-            if k < vocab:
-                line = scores[index]
-                scores[index] = line.masked_fill(line < largest[index, k - 1], -torch.inf)
-    for index, p in enumerate(top_p):
-        if p < 1.0:
-            ordered, places = scores[index].sort(descending=False)
-            removed = ordered.softmax(dim=-1).cumsum(dim=-1) <= 1.0 - p
-            removed[-1] = False  # the best token survives
-            scores[index, places[removed]] = -torch.inf
-    for index, p in enumerate(min_p):
-        if p > 0.0:
-            probs = scores[index].softmax(dim=-1)
-            keep = probs >= p * probs.max()
-            scores[index] = scores[index].masked_fill(~keep, -torch.inf)
-    return scores
+    return sample_rows(
+        logits,
+        [p.temperature for p in params],
+        [p.top_k for p in params],
+        [p.top_p for p in params],
+        [p.min_p for p in params],
+        [uniform(row.request.seed, row.position) for row in rows],
+    )

@@ -67,5 +67,7 @@ void bind_decoder(nb::module_& m);
 void bind_fused(nb::module_& m);
 // Defined in gguf.cc: tensors of GGUF files, packed or dequantized.
 void bind_gguf(nb::module_& m);
+// Defined in sample.cc: tokens drawn from rows of logits.
+void bind_sample(nb::module_& m);
 
 }  // namespace llmopt

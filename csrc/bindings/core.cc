@@ -171,4 +171,5 @@ NB_MODULE(_core, m) {
   m.def("write_kv", &write_to_cache);
   bind_fused(m);
   bind_machine_probe(m);
+  bind_sample(m);
 }
