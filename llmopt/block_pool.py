@@ -93,6 +93,10 @@ class BlockPool:
         """
         self._blocks.free(blocks)
 
+    def sort_free(self) -> None:
+        """Put the empty blocks in order, so that the next ones taken are neighbours in memory."""
+        self._blocks.sort_unused()
+
     def set_key(self, block: int, key: bytes) -> bool:
         """Give a held block a key of 16 bytes. Returns False, and changes nothing, when another block has this key."""
         return bool(self._blocks.set_key(block, key))

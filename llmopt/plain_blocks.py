@@ -85,6 +85,10 @@ class PlainBlocks:
             self._was_reused.discard(block)
             self._once[block] = None
 
+    def sort_unused(self) -> None:
+        """Put unused blocks in order, so that the next ones taken are neighbours."""
+        self._unused.sort(reverse=True)
+
     def set_key(self, block: int, key: bytes) -> bool:
         """Give a held block a key; False when another block has it."""
         if len(key) != _KEY_BYTES:

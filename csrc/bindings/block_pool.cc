@@ -88,6 +88,7 @@ void bind_block_pool(nb::module_& m) {
       .def("evict", &evict)
       .def("share", [](BlockPool& self, const Blocks& blocks) { checked([&] { self.share(blocks); }); })
       .def("free", [](BlockPool& self, const Blocks& blocks) { checked([&] { self.free(blocks); }); })
+      .def("sort_unused", &BlockPool::sort_unused)
       .def("set_key", [](BlockPool& self, int32_t block,
                          const nb::bytes& key) { return checked([&] { return self.set_key(block, only_key(key)); }); })
       .def("drop_key", [](BlockPool& self, int32_t block) { checked([&] { self.drop_key(block); }); })

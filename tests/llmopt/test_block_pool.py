@@ -223,6 +223,16 @@ def test_tokens_take_whole_blocks(tokens: int, blocks: int) -> None:
     assert BlockPool(9, 4).num_blocks_for(tokens) == blocks
 
 
+@BOTH
+def test_after_sorting_the_next_blocks_are_neighbours(is_native: bool) -> None:
+    pool = BlockPool(9, 4, is_native)
+    blocks = pool.allocate(8)
+    pool.free([blocks[i] for i in (6, 1, 4, 2, 0, 7)])
+    pool.sort_free()
+    assert pool.allocate(4) == [0, 1, 2, 4]
+    pool.check()
+
+
 # -- kept blocks ------------------------------------------------------------------------------------------------------
 def keep(pool: BlockPool, numbers: range) -> list[int]:
     """A sequence of blocks with these keys, used once and kept."""

@@ -1,8 +1,10 @@
 // Which KV blocks are held, free, or kept because their content may be asked for again.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
+#include <functional>
 #include <span>
 #include <string>
 #include <unordered_map>
@@ -45,6 +47,8 @@ class BlockPool {
   void share(std::span<const int32_t> blocks);
   // Gives blocks back. Of those with keys, the first of the call is evicted last: it is the head of a sequence.
   void free(std::span<const int32_t> blocks);
+  // Puts unused blocks in order, so that the next ones taken are neighbours.
+  void sort_unused() { std::sort(unused_.begin(), unused_.end(), std::greater<>()); }
 
   // Gives a held block a key. False: another block has it, and nothing changes.
   bool set_key(int32_t block, BlockKey key);

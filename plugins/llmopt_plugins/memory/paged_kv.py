@@ -1,34 +1,107 @@
 """Blocks as they are needed, instead of the longest form of every request ahead.
 
-Stage: allocate (replaces).   Promise: exact, only the place of KV changes.
+Stage: allocate (replaces); lookup, schedule (wraps, with swap space).   Promise: exact, only the place of KV changes.
 Helps: many requests whose outputs end early; far more of them run at once.   Hurts: when the pool runs out, the request
-that came last is computed again from its first token.
+that came last is computed again from its first token, or its KV is copied to host memory and back.
 Source: W. Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", 2023.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+from torch import Tensor
+
 from llmopt import PluginInfo, hookimpl
+from llmopt.kv_cache import KVCache
+from llmopt.request import RequestStatus
+from llmopt_plugins.memory.wrapping import Wrapping
 
 if TYPE_CHECKING:
+    from llmopt.batch import Batch
     from llmopt.block_pool import BlockPool
     from llmopt.config import PipelineConfig
+    from llmopt.cost_model import CostModel
+    from llmopt.queue import RequestQueue
     from llmopt.registry import BuildContext
     from llmopt.request import Request
-    from llmopt.stages import Allocate
+    from llmopt.stages import Allocate, Lookup, Schedule
+
+
+@dataclass(slots=True)
+class Swapped:
+    """The KV of a request that was pre-empted."""
+
+    num_tokens: int  # tokens that it covers
+    num_bytes: int
+    tensors: list[tuple[Tensor, Tensor]]  # per layer: keys and values of its blocks, on the CPU
+
+
+class SwapSpace:
+    """Host memory for the KV of pre-empted requests, of bounded size.
+
+    :param cost_model: says whether copying out and in is quicker than computing again.
+    """
+
+    def __init__(self, kv_cache: KVCache, max_bytes: int, cost_model: CostModel) -> None:
+        self.kv_cache = kv_cache
+        self.max_bytes = max_bytes
+        self.cost_model = cost_model
+        self.entries: dict[Request, Swapped] = {}
+        self.is_scheduling = False  # inside of `schedule`: a running request that gives its blocks back is pre-empted
+        self.num_bytes = self.num_out = self.num_in = 0
+        self._bytes_per_block = kv_cache.block_size * KVCache.bytes_per_token(kv_cache.shapes)
+
+    def put(self, request: Request) -> None:
+        """Copy the KV of a running request, if there is room and it pays."""
+        self.drop(request)
+        num_tokens = request.num_computed_tokens
+        blocks = request.block_table[: -(-num_tokens // self.kv_cache.block_size)]
+        num_bytes = len(blocks) * self._bytes_per_block
+        if request.media is not None:
+            return  # ids do not tell its KV, so nobody looks it up
+        if not blocks or self.num_bytes + num_bytes > self.max_bytes or self.cost_model.measured is None:
+            return
+        if 2 * self.cost_model.copy_s(num_bytes) >= self.cost_model.recompute_s(num_tokens):
+            return
+        tensors = []
+        for layer in self.kv_cache.layers.values():
+            table = torch.tensor(blocks, device=layer.key.device)
+            tensors.append((layer.key[table].cpu(), layer.value[table].cpu()))
+        self.entries[request] = Swapped(num_tokens, num_bytes, tensors)
+        self.num_bytes += num_bytes
+        self.num_out += 1
+
+    def get(self, request: Request, blocks: list[int]) -> None:
+        """Copy the KV of a request into these blocks. It stays here until `drop`."""
+        for layer, (key, value) in zip(self.kv_cache.layers.values(), self.entries[request].tensors, strict=True):
+            table = torch.tensor(blocks, device=layer.key.device)
+            layer.key[table] = key.to(layer.key.device)
+            layer.value[table] = value.to(layer.value.device)
+
+    def drop(self, request: Request) -> None:
+        """Forget the copy of a request, if there is one."""
+        entry = self.entries.pop(request, None)
+        if entry is not None:
+            self.num_bytes -= entry.num_bytes
 
 
 class PagedAllocate:
     """Cover the known tokens of a request and its drafts, and nothing more.
 
     :param watermark: blocks that stay free when a request starts, so that running ones can grow for a while.
+    :param queue: whose running requests `stats` looks at.
     """
 
-    def __init__(self, pool: BlockPool, watermark: int) -> None:
+    def __init__(
+        self, pool: BlockPool, watermark: int, queue: RequestQueue | None = None, swap: SwapSpace | None = None
+    ) -> None:
         self.pool = pool
         self.watermark = watermark
+        self.queue = queue
+        self.swap = swap
 
     def __call__(self, request: Request, num_tokens: int) -> bool:
         # All known tokens, so that a prompt in chunks cannot run out of blocks half-way and start again; drafts as far
@@ -46,11 +119,82 @@ class PagedAllocate:
         return True
 
     def free(self, request: Request) -> None:
+        swap = self.swap
+        if swap is not None:
+            if request.is_finished:
+                swap.drop(request)
+            elif swap.is_scheduling and request.status is RequestStatus.RUNNING:
+                swap.put(request)
         blocks, request.block_table = request.block_table, []  # a new list: the batch builder sees that blocks moved
         self.pool.free(blocks)
+        if blocks and self.pool.num_used == 0:
+            self.pool.sort_free()  # a pool at rest forgets how scattered it was, without a copy
 
     def num_blocks_ever(self, request: Request) -> int:
         return self.pool.num_blocks_for(max(request.max_len - 1, request.num_prompt_tokens))
+
+    def stats(self) -> dict[str, float]:
+        running = [] if self.queue is None else self.queue.running
+        pairs = [(a, b) for r in running for a, b in zip(r.block_table, r.block_table[1:], strict=False)]
+        held = sum(len(r.block_table) for r in running) * self.pool.block_size
+        found: dict[str, float] = {
+            "num_free_blocks": self.pool.num_free,
+            "num_unused_tokens": held - sum(r.num_tokens for r in running),  # places in held blocks without a token
+            "contiguity": sum(b == a + 1 for a, b in pairs) / len(pairs) if pairs else 1.0,  # of neighbours in tables
+        }
+        if self.swap is not None:
+            found["num_swapped_out"], found["num_swapped_in"] = self.swap.num_out, self.swap.num_in
+            found["num_swapped_bytes"] = self.swap.num_bytes
+        return found
+
+
+class SwappedLookup(Wrapping):
+    """A request that was swapped out comes back with its KV."""
+
+    inner: Lookup
+
+    def __init__(self, inner: Lookup, swap: SwapSpace, pool: BlockPool, watermark: int) -> None:
+        super().__init__(inner)
+        self.swap = swap
+        self.pool = pool
+        self.watermark = watermark
+
+    def __call__(self, request: Request) -> int | None:
+        entry = self.swap.entries.get(request)
+        if entry is None:
+            return self.inner(request)
+        needed = self.pool.num_blocks_for(request.num_tokens + 1)
+        if needed + (self.watermark if self.pool.num_used else 0) > self.pool.num_free:
+            # to compute it again would take as many blocks; one that needs the whole pool starts in an empty one
+            return None if self.pool.num_used else self.inner(request)
+        blocks = self.pool.allocate(self.pool.num_blocks_for(entry.num_tokens))
+        self.swap.get(request, blocks)
+        request.block_table.extend(blocks)
+        self.inner(request)  # sees the blocks and adds none, but may follow the request from here
+        return min(entry.num_tokens, request.num_tokens - 1)
+
+
+class SwappingSchedule(Wrapping):
+    """Tell pre-emption from other reasons to give blocks back, and count who came back."""
+
+    inner: Schedule
+
+    def __init__(self, inner: Schedule, swap: SwapSpace) -> None:
+        super().__init__(inner)
+        self.swap = swap
+
+    def __call__(self, queue: RequestQueue) -> Batch | None:
+        swap = self.swap
+        swap.is_scheduling = True
+        try:
+            batch = self.inner(queue)
+        finally:
+            swap.is_scheduling = False
+        if swap.entries:
+            for request in [r for r in swap.entries if r.status is RequestStatus.RUNNING]:
+                swap.num_in += request.num_computed_tokens > 0
+                swap.drop(request)
+        return batch
 
 
 class PagedKv:
@@ -64,14 +208,54 @@ class PagedKv:
         auto=True,
     )
 
-    def __init__(self, watermark: float = 0.01) -> None:
-        """:param watermark: share of the pool that stays free when a request starts."""
+    def __init__(
+        self,
+        watermark: float = 0.01,
+        block_size: int | None = None,
+        pool_bytes: int | None = None,
+        swap_bytes: int = 0,
+    ) -> None:
+        """:param watermark: share of the pool that stays free when a request starts.
+        :param block_size: tokens per block; None: as configured.
+        :param pool_bytes: size of the pool; None: as configured.
+        :param swap_bytes: host memory for the KV of pre-empted requests; 0: they are computed again.
+        """
         if not 0.0 <= watermark < 1.0:
             raise ValueError(f"watermark is a share of the pool, 0 <= watermark < 1, found {watermark!r}")
+        for name, value in (("block_size", block_size), ("pool_bytes", pool_bytes)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is at least 1, found {value!r}")
+        if swap_bytes < 0:
+            raise ValueError(f"swap_bytes is at least 0, found {swap_bytes!r}")
         self.watermark = watermark
+        self.swap_bytes = swap_bytes
+        self.settings = {"block_size": block_size, "pool_bytes": pool_bytes}
+        self._swap: SwapSpace | None = None
+
+    @hookimpl
+    def llmopt_configure(self, config: PipelineConfig) -> PipelineConfig | None:
+        given = {name: value for name, value in self.settings.items() if value is not None}
+        return config.with_options(**given) if given else None
+
+    @hookimpl
+    def llmopt_wrap_lookup(self, lookup: Lookup, context: BuildContext) -> Lookup | None:
+        self._swap = None
+        assert context.capabilities is not None
+        # recurrent states are not in blocks: such a request has to be computed again
+        if not self.swap_bytes or context.capabilities.has_states:
+            return None
+        assert context.kv_cache is not None
+        assert context.block_pool is not None
+        self._swap = SwapSpace(context.kv_cache, self.swap_bytes, context.cost_model.wanted())
+        watermark = int(self.watermark * context.block_pool.num_blocks)
+        return SwappedLookup(lookup, self._swap, context.block_pool, watermark)
 
     @hookimpl
     def llmopt_replace_allocate(self, config: PipelineConfig, context: BuildContext) -> Allocate | None:
         pool = context.block_pool
         assert pool is not None
-        return PagedAllocate(pool, int(self.watermark * pool.num_blocks))
+        return PagedAllocate(pool, int(self.watermark * pool.num_blocks), context.queue, self._swap)
+
+    @hookimpl
+    def llmopt_wrap_schedule(self, schedule: Schedule) -> Schedule | None:
+        return None if self._swap is None else SwappingSchedule(schedule, self._swap)

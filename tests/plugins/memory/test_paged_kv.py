@@ -12,6 +12,7 @@ from llmopt.errors import RequestTooLargeError
 from llmopt.request import Request, SamplingParams
 from llmopt.testing import assert_same_tokens, scripted_model, tiny_model, tiny_prompts
 from llmopt_plugins.memory.paged_kv import PagedAllocate, PagedKv
+from tests.llmopt.helpers import wrap
 
 BLOCK = 4
 
@@ -173,3 +174,120 @@ def test_a_request_that_the_pool_could_never_hold_is_refused_at_the_door() -> No
 def test_its_option_is_reachable_by_name() -> None:
     with llmopt.build(MODEL, [PagedKv(watermark=0.5)], **pool(20)) as pipe:
         assert pipe.allocate.watermark == 10  # type: ignore[attr-defined]
+
+
+def test_block_and_pool_size_are_options_of_the_plugin() -> None:
+    with llmopt.build(MODEL, ["paged_kv:block_size=8,pool_bytes=65536"], max_model_len=64) as pipe:
+        assert pipe.block_pool.block_size == 8
+        assert pipe.block_pool.num_blocks == 65536 // (8 * BYTES_PER_TOKEN)
+
+
+@pytest.mark.parametrize("option", [{"block_size": 0}, {"pool_bytes": 0}, {"swap_bytes": -1}])
+def test_sizes_below_their_least_are_refused(option: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="at least"):
+        PagedKv(**option)
+
+
+def test_stats_tell_free_blocks_empty_places_and_how_scattered_tables_are() -> None:
+    with llmopt.build(MODEL, ["paged_kv"], max_model_len=40, **pool(20)) as pipe:
+        rows = [request(5, name="a"), request(6, name="b")]
+        for row in rows:
+            pipe.add(row)
+        for _ in range(5):
+            pipe.advance()
+        stats = pipe.stats()["allocate.paged_kv"]
+        # 10 and 11 tokens in three blocks each; the third ones came alternately
+        assert stats["num_free_blocks"] == 14
+        assert stats["num_unused_tokens"] == 2 + 1
+        assert 0.0 < stats["contiguity"] < 1.0
+        assert [r.num_tokens for r in rows] == [10, 11]
+        pipe.abort(rows[0])
+        pipe.abort(rows[1])
+        assert pipe.stats()["allocate.paged_kv"] == {
+            "num_free_blocks": 20, "num_unused_tokens": 0, "contiguity": 1.0,
+        }  # fmt: skip
+
+
+def test_a_pool_at_rest_hands_out_neighbours_again() -> None:
+    pool = BlockPool(12, BLOCK)
+    allocate = PagedAllocate(pool, watermark=0)
+    rows = [request(4, name=str(i)) for i in range(4)]
+    for _ in range(3):
+        for row in rows:
+            assert allocate(row, 1)
+            advance(row, 4)
+    assert [b - a for a, b in zip(rows[0].block_table, rows[0].block_table[1:], strict=False)] == [4, 4]
+    for row in rows:
+        allocate.free(row)
+    assert allocate(long := request(40), 40)
+    assert long.block_table == list(range(10))
+
+
+# -- swap space -------------------------------------------------------------------------------------------------------
+def swapping(pipe: Any, copy_s: float) -> None:
+    """Make copies of KV cost this much, and computing a token a second."""
+    pipe.cost_model.copy_s = lambda num_bytes: copy_s
+    pipe.cost_model.recompute_s = lambda num_tokens, num_computed_tokens=0: float(num_tokens)
+
+
+@pytest.mark.parametrize(("copy_s", "num_out"), [(0.0, 1), (1e9, 0)])
+@pytest.mark.parametrize("company", [[], ["prefix_cache"]])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_preempted_request_is_copied_out_and_back_when_that_is_quicker_than_computing_it(
+    copy_s: float, num_out: int, company: list[str], is_first: bool
+) -> None:
+    prompts = tiny_prompts(4, min_length=6, max_length=6)
+    with llmopt.build(MODEL) as plain:
+        wanted = [o.token_ids for o in plain.batch(prompts, max_new_tokens=30, ignore_eos=True, progress=False)]
+    plugins = [PagedKv(swap_bytes=1 << 20), *company][:: 1 if is_first else -1]
+    with llmopt.build(MODEL, plugins, max_model_len=40, **pool(14)) as pipe:
+        swapping(pipe, copy_s)
+        outputs = pipe.batch(prompts, max_new_tokens=30, ignore_eos=True, progress=False)
+        stats = pipe.stats()["allocate.paged_kv"]
+        assert pipe.stats()["schedule.baseline"]["num_preemptions"] > 0
+        assert (stats["num_swapped_out"] > 0) == num_out
+        assert (stats["num_swapped_in"] > 0) == num_out
+        assert stats["num_swapped_bytes"] == 0
+        assert pipe.block_pool.num_used == 0
+        if num_out and not company:
+            assert pipe.stats()["num_step_tokens"] == 4 * (6 + 29)  # nothing was computed twice
+    assert [o.token_ids for o in outputs] == wanted
+
+
+def test_the_swap_space_is_never_larger_than_asked_for_and_empty_at_the_end() -> None:
+    block_bytes = BLOCK * BYTES_PER_TOKEN
+    prompts = tiny_prompts(8, min_length=6, max_length=12)
+    with llmopt.build(MODEL, [PagedKv(swap_bytes=6 * block_bytes)], max_model_len=40, **pool(16)) as pipe:
+        swapping(pipe, 0.0)
+        most = 0
+        rows = [request(len(p), max_new_tokens=28, name=str(i)) for i, p in enumerate(prompts)]
+        for row in rows:
+            pipe.add(row)
+        while len(pipe.queue):
+            pipe.advance()
+            most = max(most, int(pipe.stats()["allocate.paged_kv"]["num_swapped_bytes"]))
+            if most and pipe.queue.waiting and pipe.stats()["num_steps"] % 9 == 0:
+                pipe.abort(pipe.queue.waiting[0])
+        assert 0 < most <= 6 * block_bytes
+        assert pipe.stats()["allocate.paged_kv"]["num_swapped_bytes"] == 0
+        pipe.block_pool.check()
+        assert pipe.block_pool.num_used == 0
+
+
+def test_what_is_freed_because_a_step_failed_is_computed_again_and_not_swapped() -> None:
+    calls = []
+
+    def failing(inner: Any) -> Any:
+        def commit(batch: Any, accepted: Any) -> Any:
+            calls.append(1)
+            if len(calls) == 5:
+                raise RuntimeError("once")
+            return inner(batch, accepted)
+
+        return commit
+
+    with llmopt.build(MODEL, [PagedKv(swap_bytes=1 << 20), wrap("commit", failing)], **pool(40)) as pipe:
+        swapping(pipe, 0.0)
+        outputs = pipe.batch(tiny_prompts(3), max_new_tokens=12, ignore_eos=True, progress=False)
+        assert not any(o.error for o in outputs)
+        assert pipe.stats()["allocate.paged_kv"]["num_swapped_out"] == 0

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from llmopt.request import RequestStatus
 from llmopt_plugins.memory.prefix_cache.chain import KEY_BYTES
+from llmopt_plugins.memory.wrapping import Wrapping
 
 if TYPE_CHECKING:
     from llmopt.batch import AcceptedTokens, Batch, StepOutput
@@ -21,16 +22,18 @@ _MIN_AWAITED_TOKENS = 16  # fewer are computed again rather than waited for
 _MAX_VAIN_WAITS = 8  # lookups without progress of the other request, after which nobody waits for it
 
 
-class CachedLookup:
+class CachedLookup(Wrapping):
     """Look for the tokens of a request among the blocks of earlier and of running ones.
 
     :param inner: the stage before this one; what it finds goes first.
     """
 
+    inner: Lookup
+
     def __init__(
         self, inner: Lookup, index: BlockIndex, kv_cache: KVCache, context: BuildContext, watch: ModelWatch
     ) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.index = index
         self.kv_cache = kv_cache
         self.context = context
@@ -38,9 +41,6 @@ class CachedLookup:
         self.pending: dict[bytes, Request] = {}  # key -> who is about to compute the block
         self.num_lookups = self.num_hits = self.num_waits = self.num_copies = 0
         self.num_tokens = self.num_cached_tokens = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
 
     def __call__(self, request: Request) -> int | None:
         found = self.inner(request)
@@ -143,7 +143,10 @@ class CachedLookup:
         return True
 
     def _is_worth_a_step(self, num_tokens: int) -> bool:
-        return num_tokens >= _MIN_AWAITED_TOKENS
+        cost = self.context.cost_model
+        if cost.measured is None:
+            return num_tokens >= _MIN_AWAITED_TOKENS
+        return cost.step_s(num_tokens) > 2 * cost.step_s(1)
 
     def _announce(self, request: Request, chain: Chain) -> None:
         for place in range(chain.num_entered * KEY_BYTES, len(chain.keys), KEY_BYTES):
@@ -192,11 +195,13 @@ class CachedLookup:
         return f"blocks of {self.index.pool.block_size} tokens, kept until their memory is needed"
 
 
-class CachedAllocate:
+class CachedAllocate(Wrapping):
     """Enter the blocks of a request that ends, before they are given back."""
 
+    inner: Allocate
+
     def __init__(self, inner: Allocate, lookup: CachedLookup) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.lookup = lookup
         self.is_committing = False  # inside of `commit`: what is computed is known, and right
 
@@ -221,18 +226,17 @@ class CachedAllocate:
             if index.pool.ref_counts[block] <= 1:
                 index.forget(block)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
-
     def num_blocks_ever(self, request: Request) -> int:
         return self.inner.num_blocks_ever(request)
 
 
-class CachedCommit:
+class CachedCommit(Wrapping):
     """Enter the blocks that a step has filled: tokens that were chosen, never rejected drafts."""
 
+    inner: Commit
+
     def __init__(self, inner: Commit, index: BlockIndex, allocate: CachedAllocate) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.index = index
         self.allocate = allocate
 
@@ -250,11 +254,13 @@ class CachedCommit:
         return output
 
 
-class IdleLookup:
+class IdleLookup(Wrapping):
     """The lookup of a model whose KV alone does not tell how it goes on: nothing is kept."""
 
+    inner: Lookup
+
     def __init__(self, inner: Lookup, reason: str) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.reason = reason
 
     def __call__(self, request: Request) -> int | None:
@@ -262,6 +268,3 @@ class IdleLookup:
 
     def describe(self) -> str:
         return f"keeps nothing: {self.reason}"
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
