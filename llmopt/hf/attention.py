@@ -18,6 +18,7 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from llmopt.errors import ModelError
 from llmopt.hf import traced_attention
+from llmopt.hf.attention_options import AttentionOptions
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,18 +55,7 @@ class Step(Protocol):
     def update(self, key: Tensor, value: Tensor, layer_index: int) -> tuple[Tensor, Tensor]:
         """Store keys and values, where the cache has not done so."""
 
-    def attention(
-        self,
-        module: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        sliding_window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
+    def attention(self, module: Any, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         """Attend ``query [1, Hq, T, D]`` (packed) or ``[B, Hq, 1, D]`` (rows); return it with heads second to last."""
 
     def make_mask(self, mask_function: Any) -> Tensor | None:
@@ -113,9 +103,10 @@ def attention(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """The registered attention function; see `transformers.AttentionInterface`."""
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    options = AttentionOptions(scale, sliding_window, softcap, s_aux)
     if torch.compiler.is_compiling():
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        return traced_attention.trace(module, query, key, value, scale, sliding_window, softcap, s_aux), None
+        return traced_attention.trace(module, query, key, value, options), None
     step = _local.step
     if step is None:
         original = _original_function(module)
@@ -133,17 +124,7 @@ def attention(
         step.check_mask(attention_mask, sliding_window)
     if kwargs.get("is_causal") is False:
         step.refuse("attention is not causal")
-    out = step.attention(
-        module,
-        query,
-        key,
-        value,
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        sliding_window=sliding_window,
-        softcap=softcap,
-        sinks=s_aux,
-    )
-    return out, None
+    return step.attention(module, query, key, value, options), None
 
 
 def mask(*args: Any, config: Any = None, **kwargs: Any) -> Any:
@@ -153,24 +134,13 @@ def mask(*args: Any, config: Any = None, **kwargs: Any) -> Any:
     return AttentionMaskInterface()[_original_name(config)](*args, config=config, **kwargs)
 
 
-def _attend_traced(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    layer: int,
-    scale: float,
-    sliding_window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
+def _attend_traced(query: Tensor, key: Tensor, value: Tensor, layer: int, *options: Any) -> Tensor:
     """Store and attend in the step of this thread, for `llmopt.hf.traced_attention`."""
     step = _local.step
     if step is None:
         raise ModelError("a forward that was compiled for the engine ran outside of a step.")
     key, value = step.update(key, value, layer)
-    return step.attention(
-        None, query, key, value, scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=sinks
-    )
+    return step.attention(None, query, key, value, AttentionOptions(*options))
 
 
 traced_attention.bind(_attend_traced)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from llmopt.errors import UnsupportedModelError
+from llmopt.hf.attention_options import AttentionOptions
 from llmopt.hf.step import dense_attention
 from llmopt.kv_cache import LayerShape
 
@@ -46,28 +47,16 @@ class ProbeStep:
         self._keep += [key, value]
         return key, value
 
-    def attention(
-        self,
-        module: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        sliding_window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
+    def attention(self, module: Any, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         self.num_attention_calls += 1
         layer = self._layer_of.get((id(key), id(value)))
         if layer is None or query.shape[-1] != key.shape[-1]:
             self.gather = True
-        elif self._reach(self.windows.get(layer)) != self._reach(sliding_window):
+        elif self._reach(self.windows.get(layer)) != self._reach(options.sliding_window):
             kept = _window_name(self.windows.get(layer))
-            self.refuse(
-                f"layer {layer} has {kept}, and the attention function is told of {_window_name(sliding_window)}"
-            )
-        out = dense_attention(query, key, value, scale, sliding_window, softcap, sinks)
+            told = _window_name(options.sliding_window)
+            self.refuse(f"layer {layer} has {kept}, and the attention function is told of {told}")
+        out = dense_attention(query, key, value, options)
         return out.transpose(1, 2).contiguous()
 
     def _reach(self, window: int | None) -> int:

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from llmopt.errors import UnsupportedModelError
+from llmopt.hf.attention_options import AttentionOptions
+from llmopt.ops.attention_reference import masked_attention
 
 if TYPE_CHECKING:
     from llmopt.batch import Batch
@@ -54,19 +55,9 @@ class PagedStep:
         self._keep.append(key)
         return key, value
 
-    def attention(
-        self,
-        module: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        sliding_window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
+    def attention(self, module: Any, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         layer = self.kv_cache.layers[self._layer_of[id(key)]]
+        scale, sliding_window, softcap, sinks = options
         out = self.attend(layer, pack(query), scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=sinks)
         return unpack(out, query)
 
@@ -99,61 +90,23 @@ class GatherStep(PagedStep):
         ]
         return torch.cat([k for k, _ in rows], dim=1).unsqueeze(0), torch.cat([v for _, v in rows], dim=1).unsqueeze(0)
 
-    def attention(
-        self,
-        module: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        sliding_window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
+    def attention(self, module: Any, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         queries = pack(query).transpose(0, 1)[None].split(self.query_lens, dim=2)  # [1, Hq, q, D] each
         keys, values = key.split(self.seq_lens, dim=2), value.split(self.seq_lens, dim=2)
-        outs = [
-            dense_attention(q, k, v, scale, sliding_window, softcap, sinks)
-            for q, k, v in zip(queries, keys, values, strict=True)
-        ]
+        outs = [dense_attention(q, k, v, options) for q, k, v in zip(queries, keys, values, strict=True)]
         return unpack(torch.cat(outs, dim=2)[0].transpose(0, 1).contiguous(), query)
 
 
-def dense_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
+def dense_attention(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Causal attention of one row; the queries are the last of the keys' positions.
 
     :param query: ``[1, Hq, q, D]``; key ``[1, Hkv, k, D]``, value ``[1, Hkv, k, Dv]``.
     :returns: ``[1, Hq, q, Dv]``.
     """
     num_queries, num_keys = query.shape[2], key.shape[2]
-    distance = torch.arange(num_keys - num_queries, num_keys, device=query.device)[:, None] - torch.arange(
-        num_keys, device=query.device
-    )
+    positions = torch.arange(num_keys, device=query.device)
+    distance = positions[num_keys - num_queries :, None] - positions
     visible = distance >= 0
-    if sliding_window is not None:
-        visible &= distance < sliding_window
-    if softcap is None and sinks is None:
-        return functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=visible, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
-        )
-    groups = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    scores = (query.float() @ key.float().transpose(-1, -2)) * scale
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    scores = scores.masked_fill(~visible, -torch.inf)
-    if sinks is not None:
-        extra = sinks.float().reshape(1, -1, 1, 1).expand(1, -1, num_queries, 1)
-        probs = torch.cat([scores, extra], dim=-1).softmax(dim=-1)[..., :-1]
-    else:
-        probs = scores.softmax(dim=-1)
-    return (probs @ value.float()).to(value.dtype)
+    if options.sliding_window is not None:
+        visible &= distance < options.sliding_window
+    return masked_attention(query, key, value, visible, options.scale, options.softcap or 0.0, options.sinks)

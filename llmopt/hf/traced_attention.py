@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from llmopt.errors import UnsupportedModelError
+from llmopt.hf.attention_options import AttentionOptions
 
 _library = torch.library.Library("llmopt", "FRAGMENT")  # lives as long as the process
 _library.define(
@@ -40,10 +41,7 @@ def trace(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    scale: float,
-    sliding_window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
+    options: AttentionOptions,
 ) -> Tensor:
     """What a tracer sees of one call of attention.
 
@@ -52,5 +50,5 @@ def trace(
     layer = getattr(module, "layer_idx", None)
     if layer is None:
         raise UnsupportedModelError(f"{type(module).__name__} has no layer_idx, which compiled attention needs")
-    out: Tensor = torch.ops.llmopt.hf_attend(query, key, value, layer, scale, sliding_window, softcap, sinks)
+    out: Tensor = torch.ops.llmopt.hf_attend(query, key, value, layer, *options)
     return out

@@ -133,18 +133,28 @@ def _attend_group(
             visible &= k_pos > positions - sliding_window
         visible = visible[:, None]  # [n, 1, q, L]
         part = query[:, :, begin : begin + chunk]
-        if plain:
-            piece = F.scaled_dot_product_attention(part, key, value, visible, scale=scale, enable_gqa=True)
-        else:
-            piece = _attend_in_full(part, key, value, visible, scale, softcap, sinks)
+        piece = masked_attention(part, key, value, visible, scale, softcap, sinks)
         pieces.append(piece.masked_fill(~visible.any(-1, keepdim=True), 0))
     return torch.cat(pieces, dim=2).transpose(1, 2)
 
 
-def _attend_in_full(
-    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float, softcap: float, sinks: Tensor | None
+def masked_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible: Tensor,
+    scale: float,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """Softcap and sinks, which `scaled_dot_product_attention` lacks, with the score matrix in memory."""
+    """Attention of dense keys and values; softcap and sinks with the score matrix in memory.
+
+    :param query: [n, Hq, q, D]; key [n, Hkv, L, D], value [n, Hkv, L, Dv].
+    :param visible: bool, broadcast to [n, Hq, q, L]: which keys a query sees.
+    :returns: [n, Hq, q, Dv], dtype of the query.
+    """
+    if softcap == 0.0 and sinks is None:
+        return F.scaled_dot_product_attention(query, key, value, visible, scale=scale, enable_gqa=True)
     math_dtype = torch.promote_types(query.dtype, torch.float32)
     groups = query.shape[1] // key.shape[1]
     key = key.to(math_dtype).repeat_interleave(groups, dim=1)
