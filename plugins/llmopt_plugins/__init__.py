@@ -10,8 +10,16 @@ from llmopt_plugins.kernel.torch_compile import TorchCompile
 from llmopt_plugins.kernel.weight_quant import WeightQuant
 from llmopt_plugins.memory.paged_kv import PagedKv
 from llmopt_plugins.memory.prefix_cache import PrefixCache
+from llmopt_plugins.scheduling.batch_window import BatchWindow
+from llmopt_plugins.scheduling.chunked_prefill import ChunkedPrefill
+from llmopt_plugins.scheduling.pd_separation import PdSeparation
+from llmopt_plugins.scheduling.request_order import RequestOrder
 
 BUILTIN: tuple[type, ...] = (
+    RequestOrder,
+    ChunkedPrefill,
+    BatchWindow,
+    PdSeparation,
     Native,
     WeightQuant,
     FusedOps,
