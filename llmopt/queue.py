@@ -4,8 +4,19 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from llmopt.request import Request, RequestStatus
+
+
+@dataclass(slots=True)
+class QueueLoad:
+    """What the running requests need next."""
+
+    num_decodes: int  # requests that are one token behind
+    num_context_tokens: int  # KV tokens that these read in a step
+    prompts: list[Request]  # requests that are more tokens behind, in the order of the line
+    num_prompt_tokens: int  # tokens that the prompts are behind, together
 
 
 class RequestQueue:
@@ -21,6 +32,8 @@ class RequestQueue:
         self.by_id: dict[str, Request] = {}
         self.wake_s: float | None = None  # when the scheduler wants a step although nothing happens, of perf_counter()
         self.refused: list[Request] = []  # ended by `refuse`; the pipeline tells those who wait for them
+        self.num_added = 0  # requests that ever arrived
+        self.last_arrival_s = 0.0  # when the last of them did
         self.is_alone = False  # an `only` view: its request is to run now, whatever a budget says
 
     def __len__(self) -> int:
@@ -34,6 +47,22 @@ class RequestQueue:
         """Append a new request."""
         self.by_id[request.request_id] = request
         self.waiting.append(request)
+        self.num_added += 1
+        self.last_arrival_s = request.arrival_s
+
+    def load(self) -> QueueLoad:
+        """Count what runs. One walk over the running requests, so ask once per step."""
+        num_decodes = num_context = num_missing = 0
+        prompts: list[Request] = []
+        for request in self.running:
+            behind = request.num_tokens - request.num_computed_tokens
+            if behind > 1:
+                prompts.append(request)
+                num_missing += behind
+            elif behind:
+                num_decodes += 1
+                num_context += request.num_tokens
+        return QueueLoad(num_decodes, num_context, prompts, num_missing)
 
     def start(self, request: Request) -> None:
         """Move a waiting request to the running ones."""

@@ -1,0 +1,1 @@
+"""Layer 2: who runs, with how many tokens, and when."""

@@ -1,0 +1,157 @@
+"""New requests start together: a short wait for company, while decodes go on and their gaps are filled.
+
+Stage: budget (wraps).   Promise: exact, only the step in which a request starts changes.
+Helps: bursts of short requests, whose prompts then share a forward and disturb running streams once instead of many
+times.   Hurts: the first of a group waits, `max_wait_ms` at most.
+Source: own work; the wait follows the delayed batching of D. Crankshaw et al., "Clipper", 2017.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from llmopt import PluginInfo, hookimpl
+
+if TYPE_CHECKING:
+    from llmopt.batch import StepBudget
+    from llmopt.config import PipelineConfig
+    from llmopt.cost_model import CostModel
+    from llmopt.queue import QueueLoad, RequestQueue
+    from llmopt.registry import BuildContext
+    from llmopt.stages import Budget
+
+_NUM_GAPS = 8  # arrivals that the expectation rests on
+_FREE_SHARE = 0.1  # a step of decodes may become longer by this share for the sake of backfill
+
+
+class ArrivalGaps:
+    """Seconds between arrivals: the median of the last few, which one pause or one burst does not upset."""
+
+    def __init__(self) -> None:
+        self.typical_s = math.inf  # until there are enough
+        self._gaps: deque[float] = deque(maxlen=_NUM_GAPS)
+        self._seen = 0
+        self._last_s: float | None = None
+
+    def update(self, num_added: int, last_s: float) -> float:
+        """Take note of how many requests ever arrived, and when the last one did; returns the typical gap."""
+        count = num_added - self._seen
+        if count:
+            if self._last_s is not None:
+                self._gaps.extend([max(0.0, last_s - self._last_s) / count] * min(count, _NUM_GAPS))
+                if len(self._gaps) == _NUM_GAPS:
+                    self.typical_s = statistics.median(self._gaps)
+            self._seen, self._last_s = num_added, last_s
+        return self.typical_s
+
+
+class WindowBudget:
+    """Let nobody start until enough requests have come, or until the oldest has waited long enough.
+
+    Prompts that are not computed yet count, waiting or begun. The window opens at once when, as requests have come
+    lately, company will not come in time: a lone request on an idle service does not wait at all.
+
+    :param backfill: prompt tokens that a step may take in the meantime beside decodes; None: as many as lengthen
+        the step by a tenth, from the cost model.
+    :param clock: seconds, on the scale of `Request.arrival_s`.
+    """
+
+    def __init__(
+        self,
+        inner: Budget,
+        min_batch: int,
+        max_wait_s: float,
+        backfill: int | None = 0,
+        cost: CostModel | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.inner = inner
+        self.min_batch = min_batch
+        self.max_wait_s = max_wait_s
+        self.backfill = backfill
+        self.cost = cost
+        self.clock = clock
+        self.gaps = ArrivalGaps()
+        self.num_held = 0
+        self._opened_s = -math.inf
+        self._is_filling = False  # prompts of a closed window run as backfill
+
+    def __call__(self, queue: RequestQueue) -> StepBudget:
+        budget = self.inner(queue)
+        if queue.is_alone or not (queue.waiting or self._is_filling):
+            return budget
+        now = self.clock()
+        gap_s = self.gaps.update(queue.num_added, queue.last_arrival_s)
+        load = queue.load()
+        prompts = (*queue.waiting, *load.prompts)
+        oldest = min((r.arrival_s for r in prompts), default=0.0)
+        opens = oldest + self.max_wait_s
+        missing = self.min_batch - len(prompts)
+        # those that came before the last opening are under way, and the others may as well join them
+        if oldest <= self._opened_s or missing <= 0 or now >= opens or missing * gap_s > opens - now:
+            self._opened_s, self._is_filling = now, False
+            return budget
+        self.num_held += 1
+        budget.wake_at(opens)
+        fill = self._backfill(load) if load.num_decodes else 0
+        if fill:
+            budget.num_prefill_tokens = min(budget.num_prefill_tokens, fill)
+            self._is_filling = True
+        else:
+            budget.may_start = False
+        return budget
+
+    def _backfill(self, load: QueueLoad) -> int:
+        if self.backfill is not None:
+            return self.backfill
+        cost = self.cost
+        if cost is None or cost.measured is None:
+            return 0
+        decodes, context = load.num_decodes, load.num_context_tokens
+        computed = load.prompts[0].num_computed_tokens if load.prompts else 0
+        free_s = (1.0 + _FREE_SHARE) * cost.step_s(decodes, decodes, context)
+        return cost.largest_prefill(free_s, decodes, context, num_computed_tokens=computed)
+
+    def stats(self) -> dict[str, float]:
+        return {"num_held": self.num_held, "typical_gap_s": self.gaps.typical_s}
+
+    def describe(self) -> str:
+        return f"starts {self.min_batch} at once, or after {1e3 * self.max_wait_s:g} ms"
+
+
+class BatchWindow:
+    """Start requests in groups."""
+
+    info = PluginInfo(
+        name="batch_window",
+        layer="scheduling",
+        promise="exact",
+        summary="requests that arrive close together start together; waits only while company is likely",
+    )
+
+    def __init__(self, min_batch: int = 4, max_wait_ms: float = 20.0, backfill: int | str = "auto") -> None:
+        """:param min_batch: prompts that open the window.
+        :param max_wait_ms: milliseconds after which it opens anyway, from the arrival of the oldest.
+        :param backfill: prompt tokens per step that may run beside decodes before it opens; "auto": as many as
+            lengthen the step by a tenth.
+        """
+        if isinstance(min_batch, bool) or not isinstance(min_batch, int) or min_batch < 1:
+            raise ValueError(f"min_batch is a number of requests, at least 1, found {min_batch!r}")
+        if isinstance(max_wait_ms, bool) or not isinstance(max_wait_ms, (int, float)) or not max_wait_ms >= 0:
+            raise ValueError(f"max_wait_ms is a number of milliseconds, at least 0, found {max_wait_ms!r}")
+        is_count = isinstance(backfill, int) and not isinstance(backfill, bool) and backfill >= 0
+        if not is_count and backfill != "auto":
+            raise ValueError(f'backfill is a number of tokens, at least 0, or "auto", found {backfill!r}')
+        self.min_batch = min_batch
+        self.max_wait_s = 1e-3 * max_wait_ms
+        self.backfill = None if isinstance(backfill, str) else backfill
+
+    @hookimpl
+    def llmopt_wrap_budget(self, budget: Budget, config: PipelineConfig, context: BuildContext) -> Budget:
+        cost = context.cost_model.wanted() if self.backfill is None else None
+        return WindowBudget(budget, self.min_batch, self.max_wait_s, self.backfill, cost)

@@ -1,0 +1,204 @@
+"""Who is considered first: by arrival, priority or cached prefix; fairly between tenants; late requests refused.
+
+Stage: order (wraps).   Promise: exact, only the step in which a request starts changes.
+Helps: urgent requests beside patient ones; prefix caches under load; a service whose tenants must not starve each
+other; clients that give up after a while anyway.   Hurts: whoever is overtaken.
+Source: Y. Sheng et al., "Fairness in Serving Large Language Models", 2024 (virtual token counters); L. Zheng et al.,
+"SGLang: Efficient Execution of Structured Language Model Programs", 2024 (longest cached prefix first).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from llmopt import PluginInfo, hookimpl
+from llmopt.errors import DeadlineError
+from llmopt_plugins.scheduling.tenant_shares import TenantShares
+
+if TYPE_CHECKING:
+    from llmopt.config import PipelineConfig
+    from llmopt.cost_model import CostModel
+    from llmopt.queue import RequestQueue
+    from llmopt.registry import BuildContext
+    from llmopt.request import Request
+    from llmopt.stages import Order
+
+_POLICIES = ("fcfs", "priority", "cached_prefix")
+_MAX_ASKED = 64  # waiting requests whose cached prefix is looked up at a time
+_STALE_CALLS = 16  # calls after which an order that depends on what was served or cached is made again
+
+
+class PolicyOrder:
+    """Sort the waiting requests; with priorities also the running ones, so that the least urgent is pre-empted first.
+
+    A request is worth its arrival, moved by ``ageing_s`` for each level of priority, or forward by as much for a
+    prompt that is cached as a whole. These values never change while requests wait, and later requests are worth
+    less and less: so a request is overtaken for a bounded time, and nobody starves.
+
+    :param num_cached: tokens of a request that a cache holds; None: nobody knows.
+    :param cost: with it, a waiting request that can no longer meet its deadline is refused.
+    :param clock: seconds, on the scale of `Request.arrival_s`.
+    """
+
+    def __init__(
+        self,
+        inner: Order,
+        policy: str,
+        ageing_s: float,
+        shares: TenantShares | None = None,
+        num_cached: Callable[[Request], int] | None = None,
+        cost: CostModel | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.inner = inner
+        self.policy = policy
+        self.ageing_s = ageing_s
+        self.shares = shares
+        self.num_cached = num_cached
+        self.cost = cost
+        self.clock = clock
+        self.num_refused = 0
+        self._seen: tuple[int, int, int] | None = None
+        self._num_calls = 0  # since the order was made
+        self._cached: dict[Request, int] = {}
+        self._latest_s: list[tuple[float, int, Request]] = []  # last moments to start, the next one at the end
+
+    def __call__(self, queue: RequestQueue) -> None:
+        self.inner(queue)
+        self._num_calls += 1
+        seen = (queue.num_added, len(queue.waiting), len(queue.running))
+        can_stale = self.shares is not None or self.policy == "cached_prefix"
+        if seen != self._seen or (can_stale and self._num_calls >= _STALE_CALLS and queue.waiting):
+            self._arrange(queue)
+        if self._latest_s and self._latest_s[-1][0] < self.clock():
+            self._refuse_late(queue)
+        self._seen = (queue.num_added, len(queue.waiting), len(queue.running))
+
+    def _arrange(self, queue: RequestQueue) -> None:
+        self._num_calls = 0
+        if self.shares is not None:
+            self.shares.update(queue)
+        if self.cost is not None:
+            self._find_deadlines(queue)
+        if self.policy == "priority" and len(queue.running) > 1:
+            queue.running.sort(key=self._urgency)
+        if len(queue.waiting) < 2:
+            return
+        line = list(queue.waiting)
+        if self.policy == "priority":
+            line.sort(key=self._urgency)
+        elif self.policy == "cached_prefix" and self.num_cached is not None:
+            self._ask_cache(line)
+            line.sort(key=self._worth)
+        if self.shares is not None:
+            line = self.shares.merged(line)
+        queue.waiting.clear()
+        queue.waiting.extend(line)
+
+    def _urgency(self, request: Request) -> float:
+        return request.arrival_s + request.priority * self.ageing_s
+
+    def _worth(self, request: Request) -> float:
+        return request.arrival_s - self._cached.get(request, 0) / request.num_tokens * self.ageing_s
+
+    def _ask_cache(self, line: list[Request]) -> None:
+        assert self.num_cached is not None
+        known = self._cached
+        self._cached = {request: known[request] for request in line if request in known}
+        for request in line[:_MAX_ASKED]:
+            if request.media is None:  # ids beside media only hold places
+                self._cached[request] = self.num_cached(request)
+
+    def _find_deadlines(self, queue: RequestQueue) -> None:
+        moments = []
+        for place, request in enumerate(queue.waiting):
+            if request.deadline_s is not None and request.lockstep is None:
+                latest_s = request.arrival_s + request.deadline_s - self._shortest_s(request)
+                moments.append((latest_s, place, request))
+        self._latest_s = sorted(moments, key=lambda moment: moment[0], reverse=True)
+
+    def _shortest_s(self, request: Request) -> float:
+        """Seconds that the request takes at least: alone on the engine, and with the shortest output it may have."""
+        cost = self.cost
+        if cost is None or cost.measured is None:  # while the pipeline is built
+            return 0.0
+        least = max(1, request.sampling.min_new_tokens)
+        if not request.eos_token_ids and not request.sampling.stop:
+            least = request.max_len - request.num_prompt_tokens
+        left = max(1, least - request.num_output_tokens)
+        cached = 0 if self.num_cached is None or request.media is not None else self.num_cached(request)
+        prompt = max(1, request.num_tokens - cached)
+        return cost.step_s(prompt, 1) + (left - 1) * cost.step_s(1, 1, request.num_tokens)
+
+    def _refuse_late(self, queue: RequestQueue) -> None:
+        now = self.clock()
+        while self._latest_s and self._latest_s[-1][0] < now:
+            latest_s, _, request = self._latest_s.pop()
+            if queue.by_id.get(request.request_id) is not request or request not in queue.waiting:
+                continue  # it runs, or it has gone
+            assert request.deadline_s is not None
+            needed_s = request.arrival_s + request.deadline_s - latest_s
+            queue.refuse(request, DeadlineError(
+                f"request {request.request_id!r} can no longer end within its deadline of {request.deadline_s:g} s: it "
+                f"has waited for {now - request.arrival_s:.3g} s and takes at least {needed_s:.3g} s alone. Give it "
+                "more time, a higher priority or fewer tokens, or send less at once."
+            ))  # fmt: skip
+            self.num_refused += 1
+
+    def stats(self) -> dict[str, object]:
+        found: dict[str, object] = {"num_refused": self.num_refused}
+        if self.shares is not None:
+            found["served"] = {str(tenant): round(value) for tenant, value in self.shares.served.items()}
+        return found
+
+    def describe(self) -> str:
+        parts = [self.policy]
+        if self.policy == "cached_prefix" and self.num_cached is None:
+            parts[0] += " (no cache is listed: order of arrival)"
+        parts += ["fair between tenants"] * (self.shares is not None) + ["late requests refused"] * bool(self.cost)
+        return ", ".join(parts)
+
+
+class RequestOrder:
+    """Order requests by more than their arrival."""
+
+    info = PluginInfo(
+        name="request_order",
+        layer="scheduling",
+        promise="exact",
+        summary="priority with ageing or cached prefixes first, fair tenants, deadlines",
+    )
+
+    def __init__(
+        self, policy: str = "priority", ageing_s: float = 10.0, fair: bool = False, deadlines: str | None = None
+    ) -> None:
+        """:param policy: "fcfs", "priority" (smaller first), or "cached_prefix" (longest cached share first).
+        :param ageing_s: seconds of waiting that are worth one level of priority, or a prompt cached as a whole.
+        :param fair: tenants are served equally many tokens while both have requests waiting.
+        :param deadlines: "refuse": a waiting request that can no longer end in time gets a `DeadlineError`.
+        """
+        if policy not in _POLICIES:
+            raise ValueError(f"policy is one of {', '.join(_POLICIES)}, found {policy!r}")
+        if isinstance(ageing_s, bool) or not isinstance(ageing_s, (int, float)) or not ageing_s > 0:
+            raise ValueError(f"ageing_s is a number of seconds above 0, found {ageing_s!r}")
+        if not isinstance(fair, bool):
+            raise ValueError(f"fair is True or False, found {fair!r}")
+        if deadlines not in (None, "refuse"):
+            raise ValueError(f'deadlines is "refuse" or None, found {deadlines!r}')
+        self.policy = policy
+        self.ageing_s = float(ageing_s)
+        self.fair = fair
+        self.deadlines = deadlines
+
+    @hookimpl
+    def llmopt_wrap_order(self, order: Order, config: PipelineConfig, context: BuildContext) -> Order:
+        return PolicyOrder(
+            order,
+            self.policy,
+            self.ageing_s,
+            shares=TenantShares() if self.fair else None,
+            num_cached=getattr(context.stages.lookup, "num_cached", None),
+            cost=context.cost_model.wanted() if self.deadlines == "refuse" else None,
+        )

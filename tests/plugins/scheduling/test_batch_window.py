@@ -1,0 +1,187 @@
+"""Requests that come together start together, nobody waits beyond the window, and a lone one does not wait at all."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from typing import Any
+
+import pytest
+
+import llmopt
+from llmopt.testing import assert_same_tokens, tiny_model, tiny_prompts
+from llmopt_plugins.scheduling.batch_window import ArrivalGaps, BatchWindow, WindowBudget
+from tests.llmopt.helpers import assert_idle, build_tiny, pool_bytes
+from tests.plugins.scheduling.simulation import Simulation
+
+
+def simulation(min_batch: int = 4, max_wait_s: float = 0.020, backfill: int | None = 0, **options: Any) -> Simulation:
+    def wrap(inner: Any, sim: Simulation) -> Any:
+        return WindowBudget(inner, min_batch, max_wait_s, backfill, sim.cost, sim.clock)
+
+    return Simulation(budgets=[wrap], **options)
+
+
+def burst(sim: Simulation, start_s: float, count: int, gap_s: float, prompt: int = 50, new: int = 2) -> None:
+    for number in range(count):
+        sim.at(start_s + number * gap_s, f"{start_s:g}-{number}", prompt, new=new)
+
+
+def test_requests_that_come_close_together_start_in_one_step() -> None:
+    sim = simulation()
+    burst(sim, 0.0, 40, 0.002, new=1)
+    burst(sim, 1.0, 4, 0.004)
+    sim.run()
+    late = [step for step in sim.steps if any(name.startswith("1-") and count > 1 for name, count in step.items())]
+    assert len(late) == 1
+    assert len(late[0]) == 4
+
+
+def test_a_group_that_does_not_fill_up_starts_when_the_wait_of_its_oldest_is_over() -> None:
+    sim = simulation(min_batch=8, max_wait_s=0.050)
+    burst(sim, 0.0, 400, 0.001, prompt=1, new=1)  # the rate says that more will come
+    sim.at(1.0, "a", 50, new=1)
+    sim.at(1.01, "b", 50, new=1)
+    sim.run()
+    assert sim.times["a"] == sim.times["b"]
+    assert sim.times["a"][0] == pytest.approx(1.05 + 0.02, abs=2e-3)
+
+
+def test_a_lone_request_on_an_idle_service_does_not_wait() -> None:
+    sim = simulation(min_batch=4, max_wait_s=10.0)
+    sim.at(5.0, "lone", 50, new=1)
+    sim.at(60.0, "another", 50, new=1)
+    sim.run()
+    assert sim.times["lone"][0] == pytest.approx(5.015)
+    assert sim.times["another"][0] == pytest.approx(60.015)
+
+
+def test_nobody_ever_waits_beyond_the_window() -> None:
+    sim = simulation(min_batch=6, max_wait_s=0.030)
+    burst(sim, 0.0, 100, 0.007, prompt=20, new=1)
+    burst(sim, 2.0, 30, 0.033, prompt=20, new=1)
+    longest = 0.0
+    inner = sim.schedule
+
+    def watch(queue: Any) -> Any:
+        nonlocal longest
+        before = list(queue.waiting)
+        batch = inner(queue)
+        for made in before:
+            if made not in queue.waiting:
+                longest = max(longest, sim.now - made.arrival_s)
+        return batch
+
+    sim.schedule = watch  # type: ignore[assignment]
+    sim.run()
+    longest_step = 0.010 + 0.0001 * 20 * 30
+    assert longest <= 0.030 + longest_step
+
+
+def test_running_streams_are_disturbed_once_per_group_and_not_once_per_request() -> None:
+    def disturbed(sim: Simulation) -> int:
+        sim.at(0.0, "stream", 4, new=150)
+        burst(sim, 0.2, 40, 0.006, prompt=30, new=1)
+        sim.run()
+        return sum("stream" in step and any(count > 1 for count in step.values()) for step in sim.steps)
+
+    assert disturbed(simulation(min_batch=8, max_wait_s=0.060)) < 0.6 * disturbed(Simulation())
+
+
+@pytest.mark.parametrize(("backfill", "size"), [(5, 5), (None, 10)])
+def test_gaps_of_decodes_are_filled_with_prompt_tokens_while_the_window_is_closed(
+    backfill: int | None, size: int
+) -> None:
+    sim = simulation(min_batch=8, max_wait_s=0.2, backfill=backfill)
+    sim.at(0.0, "stream", 4, new=100)
+    burst(sim, 0.05, 40, 0.001, prompt=1, new=1)  # the rate
+    sim.at(0.11, "a", 60, new=1)
+    sim.run()
+    chunks = [step["a"] for step in sim.steps if "a" in step]
+    assert chunks[0] == size  # a tenth of a step of 10.1 ms is ten tokens
+    assert len(chunks) > 4
+    assert sim.times["a"][0] <= 0.11 + 0.2 + 0.02
+
+
+def test_the_typical_gap_follows_what_arrives_and_one_pause_or_burst_does_not_change_it() -> None:
+    gaps = ArrivalGaps()
+    assert gaps.update(1, 0.0) == gaps.update(4, 0.3) == math.inf  # too few to say anything
+    for number in range(5, 20):
+        assert gaps.update(number, 0.1 * number) in (math.inf, pytest.approx(0.1))
+    assert gaps.update(19, 1.9) == pytest.approx(0.1)  # nobody came
+    assert gaps.update(20, 60.0) == pytest.approx(0.1)
+    assert gaps.update(23, 60.0) == pytest.approx(0.1)
+    for number in range(5):
+        gaps.update(24 + number, 70.0 + 3 * number)
+    assert gaps.typical_s == pytest.approx(3.0)
+
+
+def test_who_is_under_way_is_not_held_up_by_who_arrives() -> None:
+    sim = simulation(min_batch=4, max_wait_s=0.5, max_tokens_per_step=64)
+    burst(sim, 0.0, 4, 0.0, prompt=300, new=1)
+    sim.at(0.02, "late", 10, new=1)
+    sim.run()
+    starts = [step for step in sim.steps if step]
+    assert all(sum(step.values()) == 64 for step in starts[: (4 * 300) // 64])
+
+
+# -- in a pipeline ---------------------------------------------------------------------------------------------------
+def test_a_request_of_a_small_group_is_served_when_its_wait_is_over_by_whoever_waits_for_it() -> None:
+    with build_tiny(plugins=[BatchWindow(min_batch=30, max_wait_ms=150.0, backfill=0)]) as pipe:
+        pipe.batch([[5, 6]] * 60, max_new_tokens=1, progress=False)  # the rate: many
+        waits = []
+        for face in ("batch", "submit"):
+            if face == "batch":
+                (output,) = pipe.batch([[5, 6, 7]], max_new_tokens=2, ignore_eos=True, progress=False)
+            else:
+                output = pipe.submit([5, 6, 7], max_new_tokens=2, ignore_eos=True).result(timeout_s=30)
+            assert output.ttft_s is not None
+            waits.append(output.ttft_s)
+        assert all(wait < 1.0 for wait in waits)
+        assert waits[0] > 0.1
+        assert pipe.stats()["budget.batch_window"]["num_held"] > 0
+        assert_idle(pipe)
+
+
+def test_callers_on_several_threads_meet_in_one_batch() -> None:
+    with build_tiny(plugins=[BatchWindow(min_batch=4, max_wait_ms=500.0, backfill=0)]) as pipe:
+        pipe.batch([[5, 6]] * 60, max_new_tokens=1, progress=False)
+        before = pipe.stats()["num_steps"]
+        threads = []
+        for number in range(4):
+            call = {"max_new_tokens": 4, "ignore_eos": True, "progress": False}
+            threads.append(threading.Thread(target=pipe.batch, args=([[5, 6, number + 7]],), kwargs=call))
+        start = time.perf_counter()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert time.perf_counter() - start < 5
+        assert pipe.stats()["num_steps"] - before <= 6  # 4 for all of them, and perhaps one that came late
+        assert_idle(pipe)
+
+
+@pytest.mark.parametrize("plugins", [["batch_window"], ["batch_window:min_batch=3,max_wait_ms=5", "paged_kv"],
+                                     ["paged_kv", "batch_window", "chunked_prefill:chunk_size=6"]])  # fmt: skip
+def test_tokens_are_those_of_the_model_whoever_waits_for_whom(plugins: list[str]) -> None:
+    model = tiny_model()
+    options: dict[str, Any] = {"block_size": 4, "max_model_len": 96, "pool_bytes": pool_bytes(60, 4)}
+    with llmopt.build(model, plugins, **options) as pipe:
+        assert_same_tokens(pipe, model, tiny_prompts(6, min_length=1, max_length=40), max_new_tokens=16)
+        assert_idle(pipe)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"min_batch": 0}, "min_batch is a number of requests"),
+        ({"max_wait_ms": -1}, "max_wait_ms is a number of milliseconds"),
+        ({"max_wait_ms": float("nan")}, "max_wait_ms is a number of milliseconds"),
+        ({"backfill": "some"}, "backfill is a number of tokens"),
+        ({"backfill": -3}, "backfill is a number of tokens"),
+    ],
+)
+def test_bad_options_say_what_was_wanted(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        BatchWindow(**options)
