@@ -91,7 +91,7 @@ class RequestTooLargeError(RequestError):
 
 
 class DeadlineError(RequestError):
-    """The request can no longer end before its deadline; raised when it arrives, or while it waits."""
+    """A waiting request can no longer end before its deadline."""
 
 
 class StageError(LlmoptError, RuntimeError):

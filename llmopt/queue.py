@@ -33,7 +33,7 @@ class RequestQueue:
         self.wake_s: float | None = None  # when the scheduler wants a step although nothing happens, of perf_counter()
         self.refused: list[Request] = []  # ended by `refuse`; the pipeline tells those who wait for them
         self.num_added = 0  # requests that ever arrived
-        self.last_arrival_s = 0.0  # when the last of them did
+        self.arrivals_s: deque[float] = deque(maxlen=32)  # when the last of them arrived
         self.is_alone = False  # an `only` view: its request is to run now, whatever a budget says
 
     def __len__(self) -> int:
@@ -48,7 +48,7 @@ class RequestQueue:
         self.by_id[request.request_id] = request
         self.waiting.append(request)
         self.num_added += 1
-        self.last_arrival_s = request.arrival_s
+        self.arrivals_s.append(request.arrival_s)
 
     def load(self) -> QueueLoad:
         """Count what runs. One walk over the running requests, so ask once per step."""

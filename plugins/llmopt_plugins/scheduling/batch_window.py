@@ -8,11 +8,11 @@ Source: own work; the wait follows the delayed batching of D. Crankshaw et al., 
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from llmopt import PluginInfo, hookimpl
@@ -29,25 +29,15 @@ _NUM_GAPS = 8  # arrivals that the expectation rests on
 _FREE_SHARE = 0.1  # a step of decodes may become longer by this share for the sake of backfill
 
 
-class ArrivalGaps:
-    """Seconds between arrivals: the median of the last few, which one pause or one burst does not upset."""
+def typical_gap_s(arrivals_s: Sequence[float]) -> float:
+    """Seconds between arrivals: the median of the last few, which one pause or one burst does not upset.
 
-    def __init__(self) -> None:
-        self.typical_s = math.inf  # until there are enough
-        self._gaps: deque[float] = deque(maxlen=_NUM_GAPS)
-        self._seen = 0
-        self._last_s: float | None = None
-
-    def update(self, num_added: int, last_s: float) -> float:
-        """Take note of how many requests ever arrived, and when the last one did; returns the typical gap."""
-        count = num_added - self._seen
-        if count:
-            if self._last_s is not None:
-                self._gaps.extend([max(0.0, last_s - self._last_s) / count] * min(count, _NUM_GAPS))
-                if len(self._gaps) == _NUM_GAPS:
-                    self.typical_s = statistics.median(self._gaps)
-            self._seen, self._last_s = num_added, last_s
-        return self.typical_s
+    :returns: infinity when there are too few to say.
+    """
+    times = list(arrivals_s)[-_NUM_GAPS - 1 :]
+    if len(times) <= _NUM_GAPS:
+        return math.inf
+    return statistics.median(max(0.0, after - before) for before, after in itertools.pairwise(times))
 
 
 class WindowBudget:
@@ -76,7 +66,7 @@ class WindowBudget:
         self.backfill = backfill
         self.cost = cost
         self.clock = clock
-        self.gaps = ArrivalGaps()
+        self.gap_s = math.inf
         self.num_held = 0
         self._opened_s = -math.inf
         self._is_filling = False  # prompts of a closed window run as backfill
@@ -86,14 +76,14 @@ class WindowBudget:
         if queue.is_alone or not (queue.waiting or self._is_filling):
             return budget
         now = self.clock()
-        gap_s = self.gaps.update(queue.num_added, queue.last_arrival_s)
+        self.gap_s = typical_gap_s(queue.arrivals_s)
         load = queue.load()
         prompts = (*queue.waiting, *load.prompts)
         oldest = min((r.arrival_s for r in prompts), default=0.0)
         opens = oldest + self.max_wait_s
         missing = self.min_batch - len(prompts)
         # those that came before the last opening are under way, and the others may as well join them
-        if oldest <= self._opened_s or missing <= 0 or now >= opens or missing * gap_s > opens - now:
+        if oldest <= self._opened_s or missing <= 0 or now >= opens or missing * self.gap_s > opens - now:
             self._opened_s, self._is_filling = now, False
             return budget
         self.num_held += 1
@@ -118,7 +108,7 @@ class WindowBudget:
         return cost.largest_prefill(free_s, decodes, context, num_computed_tokens=computed)
 
     def stats(self) -> dict[str, float]:
-        return {"num_held": self.num_held, "typical_gap_s": self.gaps.typical_s}
+        return {"num_held": self.num_held, "typical_gap_s": self.gap_s}
 
     def describe(self) -> str:
         return f"starts {self.min_batch} at once, or after {1e3 * self.max_wait_s:g} ms"

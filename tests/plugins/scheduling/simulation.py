@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -123,4 +124,4 @@ class Simulation:
     def gaps(self, name: str) -> list[float]:
         """Seconds between two tokens of a request."""
         times = self.times[name]
-        return [after - before for before, after in zip(times, times[1:], strict=False)]
+        return [after - before for before, after in itertools.pairwise(times)]

@@ -11,7 +11,7 @@ import pytest
 
 import llmopt
 from llmopt.testing import assert_same_tokens, tiny_model, tiny_prompts
-from llmopt_plugins.scheduling.batch_window import ArrivalGaps, BatchWindow, WindowBudget
+from llmopt_plugins.scheduling.batch_window import BatchWindow, WindowBudget, typical_gap_s
 from tests.llmopt.helpers import assert_idle, build_tiny, pool_bytes
 from tests.plugins.scheduling.simulation import Simulation
 
@@ -105,16 +105,12 @@ def test_gaps_of_decodes_are_filled_with_prompt_tokens_while_the_window_is_close
 
 
 def test_the_typical_gap_follows_what_arrives_and_one_pause_or_burst_does_not_change_it() -> None:
-    gaps = ArrivalGaps()
-    assert gaps.update(1, 0.0) == gaps.update(4, 0.3) == math.inf  # too few to say anything
-    for number in range(5, 20):
-        assert gaps.update(number, 0.1 * number) in (math.inf, pytest.approx(0.1))
-    assert gaps.update(19, 1.9) == pytest.approx(0.1)  # nobody came
-    assert gaps.update(20, 60.0) == pytest.approx(0.1)
-    assert gaps.update(23, 60.0) == pytest.approx(0.1)
-    for number in range(5):
-        gaps.update(24 + number, 70.0 + 3 * number)
-    assert gaps.typical_s == pytest.approx(3.0)
+    assert typical_gap_s([]) == typical_gap_s([0.1 * n for n in range(8)]) == math.inf  # too few to say
+    steady = [0.1 * n for n in range(30)]
+    assert typical_gap_s(steady) == pytest.approx(0.1)
+    assert typical_gap_s([*steady, 60.0]) == pytest.approx(0.1)
+    assert typical_gap_s([*steady, 60.0, 60.0, 60.0]) == pytest.approx(0.1)
+    assert typical_gap_s([*steady, *(70.0 + 3 * n for n in range(6))]) == pytest.approx(3.0)
 
 
 def test_who_is_under_way_is_not_held_up_by_who_arrives() -> None:

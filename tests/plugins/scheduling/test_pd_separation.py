@@ -15,7 +15,9 @@ from tests.llmopt.helpers import assert_idle, pool_bytes
 from tests.plugins.scheduling.simulation import Simulation
 
 
-def simulation(slice_s: float = 0.050, decode_share: float = 0.5, patience_s: float = 1e9, **options: Any) -> Simulation:
+def simulation(
+    slice_s: float = 0.050, decode_share: float = 0.5, patience_s: float = 1e9, **options: Any
+) -> Simulation:
     def wrap(inner: Any, sim: Simulation) -> Any:
         return SlicedBudget(inner, sim.cost, slice_s, decode_share, patience_s, sim.clock)
 
@@ -91,8 +93,11 @@ def test_a_small_prompt_does_not_wait_for_a_huge_one() -> None:
     assert sim.times["small"][0] < 0.35 < sim.times["huge"][0]
 
 
-@pytest.mark.parametrize("plugins", [["pd_separation"], ["pd_separation:slice_ms=0.01,decode_share=0.7", "paged_kv"],
-                                     ["paged_kv", "batch_window", "pd_separation", "chunked_prefill:chunk_size=6"]])  # fmt: skip
+@pytest.mark.parametrize("plugins", [
+    ["pd_separation"],
+    ["pd_separation:slice_ms=0.01,decode_share=0.7", "paged_kv"],
+    ["paged_kv", "batch_window", "pd_separation", "chunked_prefill:chunk_size=6"],
+])  # fmt: skip
 def test_tokens_are_those_of_the_model_whoever_has_the_turn(plugins: list[str]) -> None:
     model = tiny_model()
     options: dict[str, Any] = {"block_size": 4, "max_model_len": 96, "pool_bytes": pool_bytes(60, 4)}
