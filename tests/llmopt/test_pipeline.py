@@ -528,7 +528,7 @@ def test_who_waits_for_a_held_request_wakes_up_when_the_scheduler_wants_to_and_d
             output = pipe.submit([5, 6, 7], max_new_tokens=2, ignore_eos=True).result(timeout_s=30)
         assert len(output.token_ids) == 2
         assert output.ttft_s is not None
-        assert 0.14 < output.ttft_s < 0.6
+        assert 0.14 < output.ttft_s < 5.0
         assert held.num_calls <= 8  # once or twice before, twice for the tokens
 
 

@@ -134,7 +134,7 @@ def test_a_request_of_a_small_group_is_served_when_its_wait_is_over_by_whoever_w
                 output = pipe.submit([5, 6, 7], max_new_tokens=2, ignore_eos=True).result(timeout_s=30)
             assert output.ttft_s is not None
             waits.append(output.ttft_s)
-        assert all(wait < 1.0 for wait in waits)
+        assert all(wait < 5.0 for wait in waits)
         assert waits[0] > 0.1
         assert pipe.stats()["budget.batch_window"]["num_held"] > 0
         assert_idle(pipe)
