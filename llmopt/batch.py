@@ -93,7 +93,8 @@ class Batch:
         start = 0
         for name, (dtype, shape) in zip(_ARRAYS, header["arrays"], strict=True):
             count = int(np.prod(shape, dtype=np.int64))
-            arrays[name] = np.frombuffer(rest, dtype=dtype, count=count, offset=start).reshape(shape)
+            view = np.frombuffer(rest, dtype=dtype, count=count, offset=start)
+            arrays[name] = view.reshape(shape).copy()  # aligned, and writable as torch wants it
             start += arrays[name].nbytes
         return cls(
             request_ids=header["request_ids"],

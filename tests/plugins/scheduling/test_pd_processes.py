@@ -1,0 +1,300 @@
+"""Prefill in processes of its own, with real processes: tokens, kills, hangs, aborts, and what is left behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import llmopt
+from llmopt import PluginInfo, hookimpl
+from llmopt.errors import PluginUnavailableError
+from llmopt.pipeline import InferencePipeline
+from llmopt.request import Request, SamplingParams
+from llmopt.testing import tiny_model, tiny_prompts
+from llmopt_plugins.scheduling.pd_separation import PdSeparation
+from llmopt_plugins.scheduling.pd_separation.process_mode import ProcessMode
+
+PROMPTS = tiny_prompts(6, min_length=5, max_length=150)
+OPTIONS: dict[str, Any] = {"max_new_tokens": 12, "ignore_eos": True, "progress": False}
+
+
+def pd(**options: Any) -> PdSeparation:
+    return PdSeparation(**{"mode": "process", "min_tokens": 20, "chunk_tokens": 32, **options})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("model")
+    tiny_model().save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(autouse=True)
+def quick_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ProcessMode, "first_delay_s", 0.05)
+
+
+@pytest.fixture(scope="module")
+def pipe(folder: str) -> Iterator[InferencePipeline]:
+    with llmopt.build(folder, [pd()], block_size=16, pool_bytes=2 << 20) as pipe:
+        pipe.start()
+        yield pipe
+
+
+@pytest.fixture(scope="module")
+def wanted(folder: str) -> Callable[..., list[list[int]]]:
+    """The tokens of a pipeline without plugins."""
+    plain = llmopt.build(folder, block_size=16, pool_bytes=2 << 20)
+    return lambda prompts=PROMPTS, **options: tokens(plain, prompts, **options)
+
+
+def tokens(pipe: InferencePipeline, prompts: Any = PROMPTS, **options: Any) -> list[list[int]]:
+    outputs = pipe.batch(prompts, **{**OPTIONS, **options})
+    assert all(output.error is None for output in outputs), [output.error for output in outputs]
+    return [output.token_ids for output in outputs]
+
+
+def stats(pipe: InferencePipeline) -> dict[str, Any]:
+    found: dict[str, Any] = pipe.stats()["lookup.pd_separation"]
+    return found
+
+
+def pid_of(pipe: InferencePipeline) -> int:
+    """Of the worker; waits until it is ready."""
+    wait(lambda: stats(pipe)["num_workers_ready"] == 1)
+    (pid,) = stats(pipe)["pids"]
+    assert isinstance(pid, int)
+    return pid
+
+
+def wait(is_true: Callable[[], bool], timeout_s: float = 120.0) -> None:
+    end = time.monotonic() + timeout_s
+    while not is_true():
+        assert time.monotonic() < end, f"it did not happen within {timeout_s:g} s"
+        time.sleep(0.01)
+
+
+def long_request(name: str, length: int = 150) -> Request:
+    (prompt,) = tiny_prompts(1, seed=9, min_length=length, max_length=length)
+    params = SamplingParams(max_new_tokens=12, ignore_eos=True)
+    return Request(name, prompt, params, length + 12, wants_text=False)
+
+
+def test_tokens_are_those_of_one_process_greedy_sampled_and_with_continuations(pipe: Any, wanted: Any) -> None:
+    before = stats(pipe)
+    assert tokens(pipe) == wanted()
+    after = stats(pipe)
+    assert after["num_handed_over"] == before["num_handed_over"] + 5  # one prompt is short
+    assert after["num_prefill_tokens"] - before["num_prefill_tokens"] == sum(len(p) - 1 for p in PROMPTS if len(p) > 20)
+    sampled = {"temperature": 1.0, "top_k": 20, "seed": 3, "n": 2}
+    assert tokens(pipe, **sampled) == wanted(**sampled)
+    assert stats(pipe)["num_recomputed"] == before["num_recomputed"]
+    assert pipe.block_pool.num_used == 0
+
+
+def test_requests_on_the_background_thread_and_streams_get_their_tokens(folder: str, pipe: Any, wanted: Any) -> None:
+    handles = [pipe.submit(prompt, max_new_tokens=12, ignore_eos=True) for prompt in PROMPTS]
+    assert [handle.result(timeout_s=120.0).token_ids for handle in handles] == wanted()
+
+
+def test_a_worker_killed_in_the_middle_costs_a_recompute_and_no_request(pipe: Any, wanted: Any) -> None:
+    pid = pid_of(pipe)
+    before = stats(pipe)
+    os.kill(pid, signal.SIGSTOP)  # so that it is in the middle for sure
+    request = long_request("killed")
+    pipe.add(request)
+    wait(lambda: stats(pipe)["num_handed_over"] == before["num_handed_over"] + 1)
+    os.kill(pid, signal.SIGKILL)
+    wait(lambda: request.is_finished)
+    assert request.error is None
+    assert [request.output_ids] == wanted([request.prompt_ids])
+    assert stats(pipe)["num_recomputed"] == before["num_recomputed"] + 1
+    assert pipe.block_pool.num_used == 0
+    pipe.block_pool.check()
+    assert pid_of(pipe) != pid
+    assert tokens(pipe) == wanted()  # the new worker serves
+    assert stats(pipe)["num_handed_over"] == before["num_handed_over"] + 6
+
+
+def test_blocks_of_an_aborted_request_are_not_used_again_while_the_worker_may_write(pipe: Any) -> None:
+    pid = pid_of(pipe)
+    before = stats(pipe)["num_handed_over"]
+    os.kill(pid, signal.SIGSTOP)
+    request = long_request("aborted")
+    pipe.add(request)
+    wait(lambda: stats(pipe)["num_handed_over"] == before + 1)
+    pipe.abort(request)
+    assert request.finish_reason == "abort"
+    assert not request.block_table
+    held = pipe.block_pool.num_used
+    time.sleep(0.1)
+    assert pipe.block_pool.num_used == held > 0
+    os.kill(pid, signal.SIGCONT)
+    wait(lambda: pipe.block_pool.num_used == 0)
+    pipe.block_pool.check()
+    assert pid_of(pipe) == pid
+
+
+def test_others_decode_while_a_prompt_waits_for_its_worker_and_nobody_spins(pipe: Any, wanted: Any) -> None:
+    pid = pid_of(pipe)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        request = long_request("waits")
+        pipe.add(request)
+        assert tokens(pipe, [[5, 6, 7]]) == wanted([[5, 6, 7]])
+        assert not request.is_finished
+        calls = []
+        schedule = pipe.schedule
+        pipe.schedule = lambda queue: (calls.append(1), schedule(queue))[1]
+        time.sleep(0.5)
+        pipe.schedule = schedule
+        assert len(calls) < 100
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    wait(lambda: request.is_finished)
+    assert [request.output_ids] == wanted([request.prompt_ids])
+
+
+def test_changed_weights_are_computed_here(pipe: Any, wanted: Any) -> None:
+    before = stats(pipe)["num_handed_over"]
+    with torch.no_grad():
+        weight = next(pipe.model.parameters())
+        weight.add_(0.0)
+    try:
+        assert tokens(pipe) == wanted()
+        assert stats(pipe)["num_handed_over"] == before
+    finally:
+        over = next(o for o in pipe.registry.chains["lookup"].objects if hasattr(o, "hand_over")).hand_over
+        over.start(pipe)  # for the tests that follow
+
+
+def test_a_worker_that_hangs_is_given_up_and_a_failing_one_too_and_nothing_is_left(folder: str, wanted: Any) -> None:
+    plugin = Failing(os.getpid())
+    before = memory_files()
+    pipe = llmopt.build(
+        folder, ["native", plugin, pd(timeout_s=1.0)], block_size=16, pool_bytes=1 << 20, max_model_len=200
+    )
+    pid = pid_of(pipe)
+    (prompt,) = tiny_prompts(1, seed=4, min_length=100, max_length=100)
+    expected = wanted([prompt])
+    assert tokens(pipe, [[*prompt[:50], 500, *prompt[51:]]]) == wanted([[*prompt[:50], 500, *prompt[51:]]])
+    assert stats(pipe)["num_recomputed"] == 1  # the worker raised, and lives
+    assert pid_of(pipe) == pid
+    assert tokens(pipe, [prompt]) == expected
+    assert stats(pipe)["num_recomputed"] == 1
+    os.kill(pid, signal.SIGSTOP)
+    assert tokens(pipe, [prompt]) == expected
+    assert stats(pipe)["num_recomputed"] == 2
+    assert not Path(f"/proc/{pid}").exists()
+    assert pipe.block_pool.num_used == 0
+    next_pid = pid_of(pipe)
+    pipe.close()
+    assert not Path(f"/proc/{next_pid}").exists()
+    del pipe
+    gc.collect()
+    assert memory_files() == before
+
+
+def memory_files() -> int:
+    """Descriptors of pools that this process has."""
+    return sum("llmopt-kv" in _link(path) for path in Path("/proc/self/fd").iterdir())
+
+
+def _link(path: Path) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:
+        return ""
+
+
+class Failing:
+    """Raises in another process than this one when it sees token 500."""
+
+    info = PluginInfo(name="failing", layer="kernel", promise="exact", summary="raises in a worker")
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+
+    @hookimpl
+    def llmopt_wrap_execute(self, execute: Any) -> Any:
+        def run(batch: Any, drafts: Any) -> Any:
+            if os.getpid() != self.pid and (batch.token_ids == 500).any():
+                raise ValueError("token 500")
+            return execute(batch, drafts)
+
+        return run
+
+
+@pytest.mark.parametrize("plugins", [[], ["native"]])
+def test_a_worker_that_reports_over_the_network_sends_its_kv_and_may_be_lost(
+    plugins: list[str], folder: str, wanted: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LLMOPT_PREFILL_KEY", "secret")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    path = os.pathsep.join(p or os.getcwd() for p in sys.path)
+    command = [sys.executable, "-m", "llmopt_plugins.scheduling.pd_separation.remote_worker", address]
+
+    def start() -> subprocess.Popen[bytes]:
+        return subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path})
+
+    worker = start()
+    try:
+        with llmopt.build(folder, [*plugins, pd(listen=address)], block_size=16, pool_bytes=2 << 20) as pipe:
+            assert tokens(pipe) == wanted()
+            assert stats(pipe)["num_handed_over"] == 5
+            assert stats(pipe)["num_recomputed"] == 0
+            pipe.start()
+            os.kill(worker.pid, signal.SIGSTOP)
+            request = long_request("lost")
+            pipe.add(request)
+            wait(lambda: stats(pipe)["num_handed_over"] == 6)
+            worker.kill()
+            worker.wait()
+            wait(lambda: request.is_finished)
+            assert [request.output_ids] == wanted([request.prompt_ids])
+            assert pipe.block_pool.num_used == 0
+            worker = start()
+            wait(lambda: stats(pipe)["num_workers_ready"] == 1)
+            assert tokens(pipe) == wanted()
+            assert stats(pipe)["num_handed_over"] == 11
+            assert stats(pipe)["num_recomputed"] == 1
+    finally:
+        worker.kill()
+        worker.wait()
+
+
+def test_a_pool_that_holds_two_prompts_serves_many(folder: str, wanted: Any) -> None:
+    prompts = [p * 2 for p in tiny_prompts(8, seed=2, min_length=40, max_length=60)]
+    per_token = 512
+    with llmopt.build(
+        folder, ["paged_kv", pd()], block_size=16, max_model_len=160, pool_bytes=20 * 16 * per_token
+    ) as pipe:
+        assert tokens(pipe, prompts) == wanted(prompts)
+        assert stats(pipe)["num_handed_over"] >= 8
+        assert pipe.block_pool.num_used == 0
+
+
+def test_a_model_without_a_source_and_bad_options_are_refused_with_what_to_do() -> None:
+    with pytest.raises(PluginUnavailableError, match="given as an object. Build from its folder"):
+        llmopt.build(tiny_model(), [pd()])
+    with pytest.raises(ValueError, match="workers is a whole number"):
+        pd(workers=0)
+    with pytest.raises(ValueError, match="at most 2048"):
+        pd(chunk_tokens=4096)
+
+
+def test_a_source_with_other_weights_is_refused(folder: str) -> None:
+    with pytest.raises(PluginUnavailableError, match="are others than the decode process has"):
+        llmopt.build(tiny_model(seed=1), [pd(source=folder)])
