@@ -54,6 +54,10 @@ class Native:
         self._gguf: tuple[PreTrainedModel, GgufWeights] | None = None  # between llmopt_load and llmopt_finish
         self._store: PackedStore | None = None
 
+    def __reduce__(self) -> tuple[type[Native], tuple[Any, ...]]:
+        """Its options only: another process builds a pipeline of its own."""
+        return type(self), (self.threads, self.save)
+
     def why_unavailable(self, context: BuildContext) -> str | None:
         reason = native.why_not()
         if reason is not None:

@@ -1,10 +1,13 @@
-"""Prefill and decode as two lines of one engine, each with its own share of the time.
+"""Prefill and decode apart: as two lines of one engine, or in processes of their own.
 
-Stage: budget (wraps).   Promise: exact, only the step in which a prompt is computed changes.
-Helps: streams under a steady flow of prompts: most steps carry no prompt at all, and prompts come in slices large
-enough to be efficient.   Hurts: the first token of a prompt comes later, by the pauses between slices.
-Source: own work; the two lines are those of Y. Zhong et al., "DistServe: Disaggregating Prefill and Decoding for
-Goodput-optimized Large Language Model Serving", 2024, in one process.
+Stage: budget (wraps) in slices; probe, lookup, allocate (wraps), and the memory of the pool, with processes.
+Promise: exact, only where and in which step a prompt is computed changes.
+Helps: streams under a steady flow of prompts. In slices most steps carry no prompt at all, and prompts come in slices
+large enough to be efficient; with processes no step carries a long prompt, and decodes keep CPUs of their own.
+Hurts: the first token of a prompt comes later, by the pauses between slices, or because a part of the CPUs computes it.
+Processes load the model once more each.
+Source: own work; the idea is that of Y. Zhong et al., "DistServe: Disaggregating Prefill and Decoding for
+Goodput-optimized Large Language Model Serving", 2024.
 """
 
 from __future__ import annotations
@@ -12,22 +15,26 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from llmopt import PluginInfo, hookimpl
+from llmopt_plugins.scheduling.pd_separation.options import ProcessOptions
 from llmopt_plugins.scheduling.pd_separation.slices import SlicedBudget
 
 if TYPE_CHECKING:
     from llmopt.config import PipelineConfig
+    from llmopt.kv_cache import KVStorage
+    from llmopt.pipeline import InferencePipeline
     from llmopt.registry import BuildContext
-    from llmopt.stages import Budget
+    from llmopt.stages import Allocate, Budget, Lookup, Probe
+    from llmopt_plugins.scheduling.pd_separation.process_mode import ProcessMode
 
 
 class PdSeparation:
-    """Give prefill and decode turns of their own."""
+    """Give prefill and decode turns, or processes, of their own."""
 
     info = PluginInfo(
         name="pd_separation",
         layer="scheduling",
         promise="exact",
-        summary="prompts in slices of their own between steps of decodes",
+        summary="prompts in slices between steps of decodes, or in processes of their own",
     )
 
     def __init__(
@@ -36,14 +43,30 @@ class PdSeparation:
         slice_ms: float = 50.0,
         decode_share: float = 0.5,
         patience_ms: float = 1000.0,
+        workers: int = 1,
+        cpus: int | None = None,
+        min_tokens: int = 128,
+        chunk_tokens: int = 512,
+        timeout_s: float = 60.0,
+        start_timeout_s: float = 300.0,
+        source: str | None = None,
+        listen: str | None = None,
     ) -> None:
-        """:param mode: "slices": two lines in this engine.
+        """:param mode: "slices": two lines in this engine; "process": prompts in processes of their own.
         :param slice_ms: milliseconds of prompt work that a step may carry beside decodes.
         :param decode_share: share of the time for steps without prompts, when both lines have work; 0 to below 1.
         :param patience_ms: age of the oldest prompt, in milliseconds, at which pauses between slices are gone.
+        :param workers: prefill processes. From here on with "process" only.
+        :param cpus: CPUs of all workers together, taken from those of this process; None: half of them.
+        :param min_tokens: shorter prompts are computed by this process.
+        :param chunk_tokens: tokens of a worker's forward, at most 2048.
+        :param timeout_s: seconds for a chunk; a worker that takes longer is taken for dead.
+        :param start_timeout_s: seconds until the workers are ready.
+        :param source: folder or name that the workers load the model from; None: what `build` was given.
+        :param listen: "host:port" at which workers of other machines report; None: workers of this machine.
         """
-        if mode != "slices":
-            raise ValueError(f'mode is "slices", found {mode!r}')
+        if mode not in ("slices", "process"):
+            raise ValueError(f'mode is "slices" or "process", found {mode!r}')
         for name, value in (("slice_ms", slice_ms), ("patience_ms", patience_ms), ("decode_share", decode_share)):
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
                 raise ValueError(f"{name} is a number, at least 0, found {value!r}")
@@ -55,7 +78,48 @@ class PdSeparation:
         self.slice_s = 1e-3 * slice_ms
         self.decode_share = float(decode_share)
         self.patience_s = 1e-3 * patience_ms
+        self.options = ProcessOptions(
+            workers, cpus, min_tokens, chunk_tokens, timeout_s, start_timeout_s, source, listen
+        )
+        self.options.check()
+        if mode == "slices" and self.options != ProcessOptions():
+            raise ValueError(f'{", ".join(self.options.changed())} only matter with mode="process"')
+        self._process: ProcessMode | None = None  # of the pipeline that is being built
 
     @hookimpl
-    def llmopt_wrap_budget(self, budget: Budget, config: PipelineConfig, context: BuildContext) -> Budget:
+    def llmopt_wrap_probe(self, probe: Probe) -> Probe | None:
+        self._process = None
+        if self.mode == "slices":
+            return None
+        from llmopt_plugins.scheduling.pd_separation.process_mode import ProcessMode
+
+        self._process = ProcessMode(self.options, self)
+        return self._process.wrap_probe(probe)
+
+    @hookimpl
+    def llmopt_reserve(self, context: BuildContext) -> int | None:
+        return None if self._process is None else self._process.reserve(context)
+
+    @hookimpl
+    def llmopt_kv_storage(self, context: BuildContext) -> KVStorage | None:
+        return None if self._process is None else self._process.kv_storage(context)
+
+    @hookimpl
+    def llmopt_wrap_lookup(self, lookup: Lookup, context: BuildContext) -> Lookup | None:
+        return None if self._process is None else self._process.wrap_lookup(lookup, context)
+
+    @hookimpl
+    def llmopt_wrap_allocate(self, allocate: Allocate) -> Allocate | None:
+        return None if self._process is None else self._process.wrap_allocate(allocate)
+
+    @hookimpl
+    def llmopt_finish(self, pipeline: InferencePipeline) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.finish(pipeline)
+
+    @hookimpl
+    def llmopt_wrap_budget(self, budget: Budget, config: PipelineConfig, context: BuildContext) -> Budget | None:
+        if self.mode != "slices":
+            return None
         return SlicedBudget(budget, context.cost_model.wanted(), self.slice_s, self.decode_share, self.patience_s)

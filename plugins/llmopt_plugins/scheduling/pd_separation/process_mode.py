@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +14,9 @@ from llmopt_plugins.scheduling.pd_separation.cpu_split import Share, SplitProbe
 from llmopt_plugins.scheduling.pd_separation.hand_over import HandOver, HandOverAllocate, HandOverLookup
 from llmopt_plugins.scheduling.pd_separation.keeper import Keeper, Limits, Process
 from llmopt_plugins.scheduling.pd_separation.launch import LocalProcess
+from llmopt_plugins.scheduling.pd_separation.options import ProcessOptions
 from llmopt_plugins.scheduling.pd_separation.protocol import Setup
-from llmopt_plugins.scheduling.pd_separation.remote import RemoteHub, parse_address
+from llmopt_plugins.scheduling.pd_separation.remote import RemoteHub
 from llmopt_plugins.scheduling.pd_separation.shared_pool import SharedPool
 from llmopt_plugins.scheduling.pd_separation.worker import sample_of, shapes_of
 
@@ -23,37 +24,6 @@ if TYPE_CHECKING:
     from llmopt.pipeline import InferencePipeline
     from llmopt.registry import BuildContext
     from llmopt.stages import Allocate, Lookup, Probe
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessOptions:
-    """Options of ``mode="process"``."""
-
-    workers: int = 1  # prefill processes
-    cpus: int | None = None  # CPUs of all workers together; None: half of those allowed
-    min_tokens: int = 128  # shorter prompts are computed by the decode process
-    chunk_tokens: int = 512  # tokens of a worker's forward
-    timeout_s: float = 60.0  # a chunk that takes longer: the worker hangs
-    start_timeout_s: float = 300.0  # until the workers have loaded the model
-    source: str | None = None  # where the workers load the model from; None: from where the pipeline did
-    listen: str | None = None  # "host:port" at which workers of other machines report; None: workers of this machine
-
-    def check(self) -> None:
-        """Raise ValueError for values out of range."""
-        for name, least in (("workers", 1), ("min_tokens", 2), ("chunk_tokens", 1), ("cpus", 1)):
-            value = getattr(self, name)
-            if name == "cpus" and value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} is a whole number, at least {least}, found {value!r}")
-        if self.chunk_tokens > 2048:
-            raise ValueError(f"chunk_tokens is at most 2048, found {self.chunk_tokens!r}")
-        if self.listen is not None:
-            parse_address(self.listen)
-        for name in ("timeout_s", "start_timeout_s"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-                raise ValueError(f"{name} is a number of seconds above 0, found {value!r}")
 
 
 class ProcessMode:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from llmopt.errors import PluginUnavailableError
+from llmopt_plugins.scheduling.pd_separation.options import parse_address
 from llmopt_plugins.scheduling.pd_separation.protocol import Setup
 
 if TYPE_CHECKING:
@@ -28,17 +29,6 @@ if TYPE_CHECKING:
 
 KEY_VARIABLE = "LLMOPT_PREFILL_KEY"
 _RECEIVER, _SENDER = 0, 1
-
-
-def parse_address(text: str) -> tuple[str, int]:
-    """``host:port`` as its parts.
-
-    :raises ValueError: it is something else.
-    """
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65535:
-        raise ValueError(f'an address is "host:port", found {text!r}')
-    return host.strip("[]"), int(port)
 
 
 def shared_key() -> bytes:

@@ -14,8 +14,9 @@ from dataclasses import replace
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import TYPE_CHECKING, Any
 
+from llmopt_plugins.scheduling.pd_separation.options import parse_address
 from llmopt_plugins.scheduling.pd_separation.protocol import Setup
-from llmopt_plugins.scheduling.pd_separation.remote import parse_address, sender, shared_key
+from llmopt_plugins.scheduling.pd_separation.remote import sender, shared_key
 from llmopt_plugins.scheduling.pd_separation.worker import build_worker, serve
 
 if TYPE_CHECKING:
