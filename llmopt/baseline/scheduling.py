@@ -199,7 +199,10 @@ class BaselineSchedule:
                 continue
             if request.parent is not None and request.parent.status is RequestStatus.WAITING:
                 continue  # shares a prompt that has not started; it holds nobody up meanwhile
-            if not self._start(request, queue, chosen, limit):
+            is_started = self._start(request, queue, chosen, limit)
+            if is_started is None:
+                continue  # waits for KV that somebody computes; it lacks no blocks, and holds nobody up
+            if not is_started:
                 blocked = blocked or request
                 num_failed += 1  # a long line of requests that all lack blocks is not walked to its end in every step
                 if num_failed > self.max_overtakes or self._overtakes.get(blocked, 0) >= self.max_overtakes:
@@ -265,10 +268,11 @@ class BaselineSchedule:
         queue.waiting.extend(ordered)
         return is_changed
 
-    def _start(self, request: Request, queue: RequestQueue, chosen: dict[Request, int], budget: int) -> bool:
+    def _start(self, request: Request, queue: RequestQueue, chosen: dict[Request, int], budget: int) -> bool | None:
+        """Whether a waiting request runs in this step; None when `lookup` tells it to wait."""
         found = 0 if request.media is not None else self.lookup(request)  # ids beside media only hold places
         if found is None:
-            return False
+            return None
         request.num_computed_tokens = request.num_cached_tokens = found
         num_new = self._fit(request, budget, bool(chosen))
         if num_new == 0 or not self.allocate(request, num_new + self.num_lookahead):

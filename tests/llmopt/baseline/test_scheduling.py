@@ -281,6 +281,16 @@ def test_a_long_line_of_requests_without_blocks_is_not_walked_to_its_end() -> No
 
 
 # -- pre-emption ----------------------------------------------------------------------------------
+def test_requests_that_wait_for_kv_of_others_hold_nobody_up() -> None:
+    bench = Bench(64)
+    bench.schedule.lookup = lambda r: None if r.request_id.startswith("waits") else 0
+    for number in range(bench.schedule.max_overtakes + 10):
+        bench.add(f"waits-{number}", 8)
+    for number in range(100):
+        bench.add(f"small-{number}", 2, 1)
+        assert bench.step() == {f"small-{number}": 2}
+
+
 def test_the_request_admitted_last_gives_way_and_starts_again_when_there_is_room() -> None:
     bench = Bench(6, paged=True)
     first, second = bench.add("first", 8, new=12), bench.add("second", 8, new=12)

@@ -286,6 +286,26 @@ def test_a_pool_that_holds_two_prompts_serves_many(folder: str, wanted: Any) -> 
         assert pipe.block_pool.num_used == 0
 
 
+@pytest.mark.parametrize("is_last", [True, False])
+def test_beside_other_plugins_tokens_are_the_same_and_found_prefixes_are_used(
+    is_last: bool, folder: str, wanted: Any
+) -> None:
+    others = ["chunked_prefill", "paged_kv", "prefix_cache"]
+    plugins = [*others, pd()] if is_last else [pd(), *others]
+    start = tiny_prompts(1, seed=8, min_length=100, max_length=100)[0]
+    prompts = [start + p for p in tiny_prompts(4, seed=5, min_length=10, max_length=60)]
+    with llmopt.build(folder, plugins, block_size=16, pool_bytes=2 << 20) as pipe:
+        assert tokens(pipe, prompts[:1]) == wanted(prompts[:1])
+        assert tokens(pipe, prompts) == wanted(prompts)
+        assert tokens(pipe, prompts, n=2, temperature=1.0, seed=1) == wanted(prompts, n=2, temperature=1.0, seed=1)
+        assert pipe.block_pool.num_used == 0
+        pipe.block_pool.check()
+        if is_last:
+            assert pipe.stats()["lookup.prefix_cache"]["num_hits"] > 4
+            assert stats(pipe)["num_prefill_tokens"] < 400
+        assert any("List it after them" in note for note in pipe.notes) != is_last
+
+
 def test_a_model_without_a_source_and_bad_options_are_refused_with_what_to_do() -> None:
     with pytest.raises(PluginUnavailableError, match="given as an object. Build from its folder"):
         llmopt.build(tiny_model(), [pd()])

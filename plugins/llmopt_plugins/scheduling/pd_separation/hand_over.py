@@ -187,8 +187,7 @@ class HandOverLookup:
             if has_blocks and over.give(request, keeper, found):
                 over.waiting.discard(request)
                 return None
-            if has_blocks:  # the worker has just gone
-                return found
+            return found  # it lacks blocks, with which the scheduler deals; or the worker has just gone
         allocate.free(request)  # it waits without blocks, so that it holds nobody up
         over.waiting.add(request)
         return None

@@ -125,6 +125,13 @@ class ProcessMode:
             if self.probe is not None:
                 self.probe.close()
             raise
+        owners = pipeline.registry.chains["lookup"].owners
+        name = info_of(self.plugin).name
+        if owners[-1] != name:
+            others = ", ".join(owners[owners.index(name) + 1 :])
+            pipeline.notes.append(
+                f"{name} stands before {others} in lookup, so workers compute what would be found. List it after them."
+            )
         hand_over.start(pipeline)
 
     def _launchers(self, pipeline: InferencePipeline) -> list[tuple[Share, Callable[[], Process]]]:
