@@ -75,15 +75,17 @@ def contenders_for(
     max_model_len: int,
     source: str | None = None,
     load_options: dict[str, Any] | None = None,
+    sets: dict[str, dict[str, dict[str, Any]]] | None = None,
 ) -> Iterator[list[Contender]]:
     """``model.generate``, the plain pipeline, the pipeline with each plugin, and with all when there are several.
 
     :param model: loaded from ``source`` with ``load_options``, where these are given. Plugins that load models may then
         load their own form of it (packed weights that were saved); all others use this one.
     :param plugins: plugin name to options. A plugin that requires others is built together with them.
+    :param sets: the pipelines, in place of those that follow from ``plugins``.
     """
     pad_token_id = pad_id(model, tokenizer)
-    sets = plugin_sets(plugins)
+    sets = plugin_sets(plugins) if sets is None else sets
     contenders: list[Contender] = [HuggingFace(model, pad_token_id)]
     eos_before = model.generation_config.eos_token_id
     model.generation_config.eos_token_id = None  # every contender generates as many tokens as it is asked for
@@ -114,6 +116,27 @@ def plugin_sets(plugins: dict[str, dict[str, Any]]) -> dict[str, dict[str, dict[
         sets[f"+ {name}"] = _with_required(name, plugins)
     if len(plugins) > 1 and all(set(chosen) != set(plugins) for chosen in sets.values()):
         sets["+ all"] = dict(plugins)
+    return sets
+
+
+def serving_sets(plugins: dict[str, dict[str, Any]], default: Sequence[str]) -> dict[str, dict[str, dict[str, Any]]]:
+    """The pipelines of a workload about scheduling: without any plugin of that layer, with each, and with all.
+
+    Plugins of other layers stand in all of them.
+
+    :param default: plugins of that layer, when none is listed.
+    """
+    from llmopt.plugin_info import info_of
+    from llmopt.plugin_search import find_plugin
+
+    mine = {n: o for n, o in plugins.items() if info_of(find_plugin(n)).layer == "scheduling"}
+    base = {n: o for n, o in plugins.items() if n not in mine}
+    mine = mine or {name: {} for name in default}
+    sets = {"llmopt" if not base else f"llmopt with {', '.join(base)}": base}
+    for name, options in mine.items():
+        sets[f"+ {name}"] = base | {name: options}
+    if len(mine) > 1:
+        sets["+ all"] = base | mine
     return sets
 
 

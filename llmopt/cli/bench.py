@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,12 +20,13 @@ if TYPE_CHECKING:
 
     from llmopt.bench.budget import Budget
     from llmopt.bench.comparison import Result
-    from llmopt.bench.contenders import Contender
+    from llmopt.bench.contenders import Contender, Pipeline
     from llmopt.bench.rivals import Rival
 
 GROUPS = {  # short names for several workloads
     "shapes": ("decode1", "decode8", "decode32", "prefill1024", "decode4096"),
     "text": ("chat", "chat8", "document", "prefix", "edit", "ragged"),
+    "arrivals": ("arrivals50", "arrivals80", "arrivals95"),
 }
 DEFAULT_WORKLOADS = (*GROUPS["shapes"], "memory", "host")
 _QUICK_QUALITY_TOKENS = 256
@@ -113,7 +115,7 @@ def _expand(names: Sequence[str]) -> list[str]:
     from llmopt.bench.shapes import SHAPES
     from llmopt.bench.workloads import WORKLOADS
 
-    known = [*SHAPES, *WORKLOADS, "host", "memory", "quality"]
+    known = [*SHAPES, *WORKLOADS, "stall", *GROUPS["arrivals"], "host", "memory", "quality"]
     found: dict[str, None] = {}
     for name in names or DEFAULT_WORKLOADS:
         if name not in known and name not in GROUPS:
@@ -150,9 +152,13 @@ class _Bench:
 
     def sections(self) -> Iterator[Section]:
         """Measure one workload after the other: those with the model, then those that need none loaded."""
-        ordinary = [name for name in self.names if name not in ("host", "memory")]
+        serving = ("stall", *GROUPS["arrivals"])
+        ordinary = [name for name in self.names if name not in ("host", "memory", *serving)]
         if ordinary:
             yield from self._with_model(ordinary)
+        for names in (serving[:1], serving[1:]):
+            if set(names) & set(self.names):
+                yield from self._serving([name for name in self.names if name in names])
         if "memory" in self.names:
             yield self._memory()
             self.num_left -= 1
@@ -193,6 +199,79 @@ class _Bench:
                     assert tokenizer is not None
                     yield self._text(name, model, tokenizer, contenders, reference, max_model_len)
                 self.num_left -= 1
+
+    def _serving(self, names: list[str]) -> Iterator[Section]:
+        """Workloads whose requests arrive while others run; the contenders differ in plugins of scheduling."""
+        from llmopt.bench.comparison import contenders_for, serving_sets
+        from llmopt.bench.contenders import Pipeline
+        from llmopt.bench.serving import DEFAULT_PLUGINS
+
+        load_options: dict[str, Any] = {"dtype": self.options.dtype, "device_map": self.options.device_map}
+        model, tokenizer = load_model(self.model_name, **load_options)
+        context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 4096
+        max_model_len = min(int(context), 8192)
+        sets = serving_sets(self.plugins, DEFAULT_PLUGINS["stall" if names == ["stall"] else "arrivals"])
+        with contenders_for(
+            model,
+            tokenizer,
+            {},
+            max_model_len=max_model_len,
+            source=self.model_name,
+            load_options=load_options,
+            sets=sets,
+        ) as contenders:
+            pipelines = [contender for contender in contenders if isinstance(contender, Pipeline)]
+            if names == ["stall"]:
+                yield self._stall(model, pipelines, max_model_len)
+                self.num_left -= 1
+            else:
+                yield from self._arrivals(names, model, pipelines, max_model_len)
+
+    def _stall(self, model: PreTrainedModel, pipelines: list[Pipeline], max_model_len: int) -> Section:
+        from llmopt.bench.budget import Rounds
+        from llmopt.bench.serving import Stall, StallTiming, run_stall
+        from llmopt.bench.serving_report import stall_lines, stall_table
+
+        stall = Stall().fitted(max_model_len, quick=self.options.quick)
+        vocab_size = int(model.config.get_text_config().vocab_size)
+        timings = [StallTiming(pipeline.name) for pipeline in pipelines]
+        rounds = Rounds(self.budget.share_s(self.num_left), self.options.rounds)
+        with _progress("stall") as advance:
+            while rounds.goes_on():
+                for pipeline, timing in zip(pipelines, timings, strict=True):
+                    advance(pipeline.name)
+                    run_stall(pipeline, stall, vocab_size, rounds.num_done, timing)
+        records = list(stall_lines(stall, timings, self.model_name, _dtype_name(model), self.where))
+        return Section(stall_table(stall, timings, _dtype_name(model)), records, True)
+
+    def _arrivals(
+        self, names: list[str], model: PreTrainedModel, pipelines: list[Pipeline], max_model_len: int
+    ) -> Iterator[Section]:
+        from llmopt.bench.serving import LOADS, Mix, measure_capacity, run_load
+        from llmopt.bench.serving_report import load_lines, load_table
+
+        mix = Mix().fitted(max_model_len)
+        vocab_size = int(model.config.get_text_config().vocab_size)
+        with _progress("capacity") as advance:
+            for pipeline in pipelines[1:]:
+                advance(f"warm-up of {pipeline.name}")
+                measure_capacity(pipeline, mix, vocab_size, quick=True)
+            advance(pipelines[0].name)
+            capacity = measure_capacity(pipelines[0], mix, vocab_size, quick=self.options.quick)
+        for name in names:
+            share_s = self.budget.share_s(self.num_left) / len(pipelines)
+            seconds = 3.0 if self.options.quick else min(30.0, max(3.0, 0.7 * share_s))  # the last ones take a while
+            rate = LOADS[name] * capacity.requests_per_s
+            arrivals = mix.arrivals(random.Random(name), rate, seconds, vocab_size)
+            timings = []
+            with _progress(name) as advance:
+                for pipeline in pipelines:
+                    advance(pipeline.name)
+                    timings.append(run_load(pipeline, arrivals, capacity))
+            dtype = _dtype_name(model)
+            records = list(load_lines(name, LOADS[name], rate, timings, self.model_name, dtype, self.where))
+            yield Section(load_table(name, LOADS[name], rate, timings, dtype), records, True)
+            self.num_left -= 1
 
     def _shape(
         self,
