@@ -13,7 +13,7 @@ constexpr int kRowsKeysPerPart = 512;
 // The same for a few queries in a tile.
 constexpr int kTileKeysPerPart = 1024;
 // Rows of a tile: more reuse each key more often, fewer balance better.
-constexpr int kMaxTileRows = 256;
+constexpr int kMaxTileRows = 512;
 // A request with this many tiles over all key heads feeds the threads without splitting its keys.
 constexpr int kEnoughTiles = 16;
 

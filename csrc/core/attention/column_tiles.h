@@ -1,14 +1,17 @@
 // Many query rows in AMX tiles, keys read in place: flash attention with everything transposed, so that the softmax of
 // a row runs along vectors, never across one.
 //
-//   for each chunk of keys
-//     pack V into values^T                 [column][keys], the tile on the left of the second product
+//   for each span of keys
+//     pack V into values^T                   [column][keys], the tile on the left of the second product
 //     for each group of 32 rows
-//       scores^T[key][row] = K Q^T         K on the left as it lies in the cache, queries packed once
-//       p = exp2(scores - reference)       vectors of 16 rows; pairs of keys are rounded to bfloat16 side by side,
-//       which
-//                                          is the form of the tile on the right
-//       acc^T[column][row] += V^T p
+//       for each chunk of keys
+//         scores^T[key][row] = K Q^T         K on the left as it lies in the cache, queries packed once
+//         p = exp2(scores - reference)       vectors of 16 rows; pairs of keys are rounded to bfloat16 side by side,
+//                                            which is the form of the tile on the right
+//         acc^T[column][row] += V^T p
+//
+// Vector units and tiles work at the same time: between the exponentials of a chunk stand the tile instructions of its
+// neighbours, the scores of the next chunk and the values of the one before (TileWork).
 //
 // The reference of a row is a maximum that it has seen. It follows the running maximum only when that has grown by more
 // than kLag: a probability of 2^kLag is as precise as one of 1, and most rescaling falls away.
@@ -22,7 +25,10 @@
 namespace llmopt::attention {
 namespace {
 
-constexpr int kColumnTileKeys = 128;  // keys of a chunk
+constexpr int kSpanKeys = 1024;  // keys whose values are packed together: they stay in the second-level cache
+// Keys whose scores a group of rows looks at together. Short chunks stay in the first-level cache, long ones load and
+// store wide accumulators less often.
+constexpr int kChunkKeys = 128, kShortChunkKeys = 64;
 constexpr int kGroupRows = 32;
 constexpr int kStepKeys = 32;  // keys of a round of tiles
 constexpr float kLag = 8;
@@ -30,10 +36,11 @@ constexpr float kLag = 8;
 // The workspace of a task.
 struct ColumnTileBuffers {
   uint32_t* query;      // [rows / 16, head_dim / 2 pairs of numbers, 16 rows]
-  float* scores;        // [2, kColumnTileKeys, 16 rows]
-  uint32_t* probs;      // [2, kColumnTileKeys / 2 pairs of keys, 16 rows]
-  uint32_t* values;     // [head_dim_v / 16, kColumnTileKeys / 32, 16 columns, 16 pairs of keys]
+  float* scores[2];     // [2, kChunkKeys, 16 rows] of two chunks
+  uint32_t* probs[2];   // [2, kChunkKeys / 2 pairs of keys, 16 rows]
+  uint32_t* values;     // [kSpanKeys / 32, head_dim_v / 16, 16 columns, 16 pairs of keys]
   float* accumulators;  // [rows / 16, head_dim_v, 16 rows]
+  int* positions;       // [rows] of the tokens
 
   // With base == nullptr only the size is of use.
   size_t place(std::byte* base, int rows, int head_dim, int head_dim_v) {
@@ -44,10 +51,11 @@ struct ColumnTileBuffers {
     };
     const int64_t padded_rows = round_up(rows, kGroupRows);
     take(query, padded_rows * head_dim / 2);
-    take(scores, kColumnTileKeys * kGroupRows);
-    take(probs, kColumnTileKeys / 2 * kGroupRows);
-    take(values, kColumnTileKeys / 2 * head_dim_v);
+    for (float*& of_chunk : scores) take(of_chunk, kChunkKeys * kGroupRows);
+    for (uint32_t*& of_chunk : probs) take(of_chunk, kChunkKeys / 2 * kGroupRows);
+    take(values, kSpanKeys / 2 * head_dim_v);
     take(accumulators, padded_rows * head_dim_v);
+    take(positions, padded_rows);
     return size;
   }
 };
@@ -56,7 +64,7 @@ inline size_t column_tile_workspace_bytes(int rows, int head_dim, int head_dim_v
   return ColumnTileBuffers().place(nullptr, rows, head_dim, head_dim_v);
 }
 
-using ColumnTileChunk = KeyChunk<kColumnTileKeys>;
+using KeySpan = KeyChunk<kSpanKeys>;
 
 // 2^x for x <= kLag. Relative error 8e-5; 2^-infinity is zero.
 LLMOPT_INLINE Vec exp2_scaled(Vec x) {
@@ -89,8 +97,8 @@ inline void pack_query_columns(const Task& task, int num_rows, uint32_t* to) {
 }
 
 // values^T of a chunk; zeros for keys outside of its range.
-inline void pack_value_columns(const Task& task, const ColumnTileChunk& chunk, uint32_t* values) {
-  constexpr int kTile = 16 * kLanes, kTiles = kColumnTileKeys / 32;
+inline void pack_value_columns(const Task& task, const KeySpan& chunk, uint32_t* values) {
+  constexpr int kTile = 16 * kLanes;
   const int64_t stride = task.head_dim_v;
   for (int j = chunk.begin / 32 * 32; j < chunk.end; j += 32) {
     const bool whole = chunk.begin <= j && j + 32 <= chunk.end;
@@ -110,110 +118,141 @@ inline void pack_value_columns(const Task& task, const ColumnTileChunk& chunk, u
       }
       transpose(low);
       transpose(high);
-      uint32_t* to = values + (c / 16 * kTiles + j / 32) * kTile;
+      uint32_t* to = values + (j / 32 * (task.head_dim_v / 16) + c / 16) * kTile;
       // Number 4 q + m of the low halves is column 8 q + m, that of the high halves is column 8 q + 4 + m.
 #pragma GCC unroll 16
       for (int i = 0; i < kLanes; ++i) {
         const int column = i / 4 * 8 + i % 4;
-        store(to + column / 16 * kTiles * kTile + column % 16 * kLanes, low[i]);
-        store(to + (column + 4) / 16 * kTiles * kTile + (column + 4) % 16 * kLanes, high[i]);
+        store(to + column * kLanes, low[i]);
+        store(to + (column + 4) * kLanes, high[i]);
       }
     }
   }
 }
 
-// scores^T of the step of keys from j on. Tiles 0-3: sums, 4-5: keys, 6-7: queries.
-LLMOPT_INLINE void score_step(const Task& task, const ColumnTileChunk& chunk, int j, const uint32_t* query,
-                              float* scores) {
-  const int64_t stride = task.head_dim * 2;
-  const uint16_t *keys = chunk.keys[j / 16], *keys2 = chunk.keys[j / 16 + 1];
-  const uint32_t* query2 = query + task.head_dim / 2 * kLanes;
-  float* out = scores + j * kLanes;
-  float* out2 = out + kColumnTileKeys * kLanes;
-  asm volatile("" : : : "memory");
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
-  for (int d = 0; d < task.head_dim; d += 32) {
-    _tile_loadd(4, keys + d, stride);
-    _tile_loadd(6, query + d / 2 * kLanes, 64);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_loadd(7, query2 + d / 2 * kLanes, 64);
-    _tile_dpbf16ps(1, 4, 7);
-    _tile_loadd(5, keys2 + d, stride);
-    _tile_dpbf16ps(2, 5, 6);
-    _tile_dpbf16ps(3, 5, 7);
-  }
-  _tile_stored(0, out, 64);
-  _tile_stored(1, out2, 64);
-  _tile_stored(2, out + 16 * kLanes, 64);
-  _tile_stored(3, out2 + 16 * kLanes, 64);
-  asm volatile("" : : : "memory");
-}
+// Products that wait to be computed, in pieces of a few tile instructions: scores^T of one group, acc^T += V^T p of
+// another. First the values, then the scores. Tiles 0-3: sums, 4-5: values or keys, 6-7:
+// probabilities or queries.
+class TileWork {
+ public:
+  TileWork(const Task& task, const KeySpan& span, const uint32_t* values)
+      : span_(span), values_(values), head_dim_(task.head_dim), head_dim_v_(task.head_dim_v) {}
 
-// The same for all steps, with queries of 64 numbers, which stay in tiles. Tiles 0-1: sums, 2-3: keys, 4-7: queries.
-LLMOPT_INLINE void score_group_64(const ColumnTileChunk& chunk, int low, int high, const uint32_t* query,
-                                  float* scores) {
-  asm volatile("" : : : "memory");
-  _tile_loadd(4, query, 64);
-  _tile_loadd(5, query + 16 * kLanes, 64);
-  _tile_loadd(6, query + 32 * kLanes, 64);
-  _tile_loadd(7, query + 48 * kLanes, 64);
-  for (int j = low; j < high; j += 16) {
-    const uint16_t* keys = chunk.keys[j / 16];
-    float* out = scores + j * kLanes;
+  // Keys [low, high), multiples of kStepKeys.
+  void add_scores(const uint32_t* query, int low, int high, float* scores) {
+    query_ = query;
+    score_begin_ = score_key_ = low;
+    score_end_ = high;
+    scores_ = scores;
+  }
+  void add_values(const uint32_t* probs, int low, int high, float* acc) {
+    probs_ = probs;
+    value_begin_ = value_key_ = low;
+    value_end_ = high;
+    acc_ = acc;
+    column_ = 0;
+  }
+
+  // How many calls of advance() are left.
+  int size() const {
+    const int columns = (head_dim_v_ - column_) / 32;
+    const int values = (value_end_ - value_begin_) / kStepKeys * columns - (value_key_ - value_begin_) / kStepKeys;
+    return (score_end_ - score_key_) / kStepKeys + (has_values() ? values : 0);
+  }
+
+  LLMOPT_INLINE void advance() {
+    if (has_values()) {
+      value_step();
+    } else if (score_key_ < score_end_) {
+      score_step();
+    }
+  }
+  void finish() {
+    while (has_values() || score_key_ < score_end_) advance();
+  }
+
+ private:
+  bool has_values() const { return column_ < head_dim_v_; }
+
+  // 32 keys, 32 rows.
+  LLMOPT_INLINE void score_step() {
+    const int64_t stride = head_dim_ * 2;
+    const uint16_t *keys = span_.keys[score_key_ / 16], *keys2 = span_.keys[score_key_ / 16 + 1];
+    const uint32_t *query = query_, *query2 = query + head_dim_ / 2 * kLanes;
+    float *out = scores_ + (score_key_ - score_begin_) * kLanes, *out2 = out + kChunkKeys * kLanes;
+    asm volatile("" : : : "memory");
     _tile_zero(0);
     _tile_zero(1);
-    _tile_loadd(2, keys, 128);
-    _tile_dpbf16ps(0, 2, 4);
-    _tile_dpbf16ps(1, 2, 6);
-    _tile_loadd(3, keys + 32, 128);
-    _tile_dpbf16ps(0, 3, 5);
-    _tile_dpbf16ps(1, 3, 7);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int d = 0; d < head_dim_; d += 32) {
+      _tile_loadd(4, keys + d, stride);
+      _tile_loadd(6, query + d / 2 * kLanes, 64);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_loadd(7, query2 + d / 2 * kLanes, 64);
+      _tile_dpbf16ps(1, 4, 7);
+      _tile_loadd(5, keys2 + d, stride);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
     _tile_stored(0, out, 64);
-    _tile_stored(1, out + kColumnTileKeys * kLanes, 64);
+    _tile_stored(1, out2, 64);
+    _tile_stored(2, out + 16 * kLanes, 64);
+    _tile_stored(3, out2 + 16 * kLanes, 64);
+    asm volatile("" : : : "memory");
+    score_key_ += kStepKeys;
   }
-  asm volatile("" : : : "memory");
-}
 
-// acc^T[column ... column + 32) += V^T p over the keys [low, high). Tiles 0-3: sums, 4-5: values, 6-7: probabilities.
-LLMOPT_INLINE void add_value_step(const Task& task, const ColumnTileBuffers& buffers, int low, int high, int column,
-                                  float* acc) {
-  constexpr int kTile = 16 * kLanes, kTiles = kColumnTileKeys / 32;
-  const uint32_t *values = buffers.values + column / 16 * kTiles * kTile, *values2 = values + kTiles * kTile;
-  const uint32_t *probs = buffers.probs, *probs2 = probs + kColumnTileKeys / 2 * kLanes;
-  float* out = acc + column * kLanes;
-  float* out2 = out + task.head_dim_v * kLanes;
-  asm volatile("" : : : "memory");
-  _tile_loadd(0, out, 64);
-  _tile_loadd(1, out2, 64);
-  _tile_loadd(2, out + 16 * kLanes, 64);
-  _tile_loadd(3, out2 + 16 * kLanes, 64);
-  for (int j = low; j < high; j += 32) {
-    _tile_loadd(4, values + j / 32 * kTile, 64);
-    _tile_loadd(6, probs + j / 2 * kLanes, 64);
+  // 32 keys, 32 columns, 32 rows.
+  LLMOPT_INLINE void value_step() {
+    constexpr int kTile = 16 * kLanes;
+    const uint32_t* values = values_ + (value_key_ / 32 * (head_dim_v_ / 16) + column_ / 16) * kTile;
+    const uint32_t *probs = probs_ + (value_key_ - value_begin_) / 2 * kLanes,
+                   *probs2 = probs + kChunkKeys / 2 * kLanes;
+    float *out = acc_ + column_ * kLanes, *out2 = out + head_dim_v_ * kLanes;
+    asm volatile("" : : : "memory");
+    if (value_key_ == value_begin_) {
+      _tile_loadd(0, out, 64);
+      _tile_loadd(1, out2, 64);
+      _tile_loadd(2, out + 16 * kLanes, 64);
+      _tile_loadd(3, out2 + 16 * kLanes, 64);
+    }
+    _tile_loadd(4, values, 64);
+    _tile_loadd(6, probs, 64);
     _tile_dpbf16ps(0, 4, 6);
-    _tile_loadd(7, probs2 + j / 2 * kLanes, 64);
+    _tile_loadd(7, probs2, 64);
     _tile_dpbf16ps(1, 4, 7);
-    _tile_loadd(5, values2 + j / 32 * kTile, 64);
+    _tile_loadd(5, values + kTile, 64);
     _tile_dpbf16ps(2, 5, 6);
     _tile_dpbf16ps(3, 5, 7);
+    value_key_ += kStepKeys;
+    if (value_key_ == value_end_) {
+      _tile_stored(0, out, 64);
+      _tile_stored(1, out2, 64);
+      _tile_stored(2, out + 16 * kLanes, 64);
+      _tile_stored(3, out2 + 16 * kLanes, 64);
+      value_key_ = value_begin_;
+      column_ += 32;
+    }
+    asm volatile("" : : : "memory");
   }
-  _tile_stored(0, out, 64);
-  _tile_stored(1, out2, 64);
-  _tile_stored(2, out + 16 * kLanes, 64);
-  _tile_stored(3, out2 + 16 * kLanes, 64);
-  asm volatile("" : : : "memory");
-}
 
-// What a row sees of a chunk.
-LLMOPT_INLINE int visible_end(const Task& task, const ColumnTileChunk& chunk, int first_key, int row) {
-  return max(0, min(chunk.end, task.first_position + row / task.group + 1 - first_key));
+  const KeySpan& span_;
+  const uint32_t* const values_;
+  const int head_dim_, head_dim_v_;
+  const uint32_t *query_ = nullptr, *probs_ = nullptr;
+  float *scores_ = nullptr, *acc_ = nullptr;
+  int score_key_ = 0, score_begin_ = 0, score_end_ = 0;
+  int value_key_ = 0, value_begin_ = 0, value_end_ = 0;
+  int column_ = 1 << 30;  // no values
+};
+
+// What a row at a position sees of a span that starts with key `first`.
+LLMOPT_INLINE int visible_end(const KeySpan& span, int first, int position) {
+  return max(0, min(span.end, position + 1 - first));
 }
-LLMOPT_INLINE int visible_begin(const Task& task, const ColumnTileChunk& chunk, int first_key, int row) {
-  if (task.sliding_window == 0) return chunk.begin;
-  return max(chunk.begin, task.first_position + row / task.group + 1 - first_key - task.sliding_window);
+LLMOPT_INLINE int visible_begin(const Task& task, const KeySpan& span, int first, int position) {
+  return task.sliding_window == 0 ? span.begin : max(span.begin, position + 1 - first - task.sliding_window);
 }
 
 // The same for 16 rows, one per lane.
@@ -221,33 +260,31 @@ struct RowIntervals {
   IntVec begin, end;
   int whole_begin, whole_end;  // every row sees these
 
-  RowIntervals(const Task& task, const ColumnTileChunk& chunk, int first_key, int row) {
-    whole_begin = visible_begin(task, chunk, first_key, row + kLanes - 1);
-    whole_end = visible_end(task, chunk, first_key, row);
-    if (whole_end == chunk.end && whole_begin == chunk.begin) {
-      begin = IntVec{} + whole_begin;
-      end = IntVec{} + whole_end;
-      return;
-    }
-    for (int i = 0; i < kLanes; ++i) {
-      end[i] = visible_end(task, chunk, first_key, row + i);
-      begin[i] = visible_begin(task, chunk, first_key, row + i);
-    }
+  RowIntervals(const Task& task, const KeySpan& span, int first, const int* positions) {
+    whole_begin = visible_begin(task, span, first, positions[kLanes - 1]);
+    whole_end = visible_end(span, first, positions[0]);
+    // Ends below zero need no care: they hide all.
+    const IntVec next = load_as<IntVec>(positions) + (1 - first);
+    const IntVec none_before = next - task.sliding_window;
+    end = next < span.end ? next : IntVec{} + span.end;
+    begin = IntVec{} + span.begin;
+    if (task.sliding_window > 0) begin = none_before > begin ? none_before : begin;
   }
 };
 
 // Scores of 16 rows in [low, high) become probabilities; the rows' references, sums and accumulators follow.
 LLMOPT_INLINE void softmax_columns(const Task& task, const SoftmaxScale& scale, const RowIntervals& seen, int row,
-                                   float* scores, uint32_t* probs, float* acc, int low, int high) {
+                                   float* scores, uint32_t* probs, float* acc, int low, int high, TileWork& work,
+                                   int steps_per_16_keys) {
   if (scale.capped) {
     for (int j = low; j < high; ++j) {
-      float* at = scores + j * kLanes;
+      float* at = scores + (j - low) * kLanes;
       store(at, tanh(load_as<Vec>(at) * scale.cap_in) * scale.cap_out);
     }
   }
   auto hide = [&](int j) {
-    const Vec score = load_as<Vec>(scores + j * kLanes);
-    store(scores + j * kLanes, select((seen.begin <= j) & (seen.end > j), score, splat(kNegativeInfinity)));
+    const Vec score = load_as<Vec>(scores + (j - low) * kLanes);
+    store(scores + (j - low) * kLanes, select((seen.begin <= j) & (seen.end > j), score, splat(kNegativeInfinity)));
   };
   for (int j = low; j < min(high, seen.whole_begin); ++j) hide(j);
   for (int j = max(low, seen.whole_end); j < high; ++j) hide(j);
@@ -256,7 +293,7 @@ LLMOPT_INLINE void softmax_columns(const Task& task, const SoftmaxScale& scale, 
                  splat(kNegativeInfinity)};
   for (int j = low; j < high; j += 4) {
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) best[i] = larger(load_as<Vec>(scores + (j + i) * kLanes), best[i]);
+    for (int i = 0; i < 4; ++i) best[i] = larger(load_as<Vec>(scores + (j - low + i) * kLanes), best[i]);
   }
   const Vec factor = splat(scale.factor);
   const Vec top = larger(larger(best[0], best[1]), larger(best[2], best[3])) * factor;
@@ -268,8 +305,8 @@ LLMOPT_INLINE void softmax_columns(const Task& task, const SoftmaxScale& scale, 
   const Vec shift = _mm512_mask_mov_ps(reference, unseen, Vec{});
 
   Vec sum[4] = {};
-  for (int j = low; j < high; j += 4) {
-    const float* from = scores + j * kLanes;
+  auto exponentials = [&](int j) {
+    const float* from = scores + (j - low) * kLanes;
     Vec p[4];
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) {
@@ -281,13 +318,18 @@ LLMOPT_INLINE void softmax_columns(const Task& task, const SoftmaxScale& scale, 
       // Rounded to nearest; ties, away from zero.
       const WordVec even = words(p[2 * i]) + 0x8000, odd = words(p[2 * i + 1]) + 0x8000;
       _mm512_store_si512(
-          probs + (j / 2 + i) * kLanes,
+          probs + ((j - low) / 2 + i) * kLanes,
           _mm512_mask_blend_epi16(0xaaaaaaaa, reinterpret_cast<__m512i>(even >> 16), reinterpret_cast<__m512i>(odd)));
     }
+  };
+  for (int j = low; j < high; j += 16) {
+    for (int i = 0; i < steps_per_16_keys; ++i) work.advance();
+    for (int i = 0; i < 16; i += 4) exponentials(j + i);
   }
   const Vec total = (sum[0] + sum[1]) + (sum[2] + sum[3]);
   const Vec old_sum = load_as<Vec>(task.row_sum + row);
   if (moves) {
+    work.finish();  // acc is complete up to the chunk before
     // The first reference replaces -infinity, which gives zero.
     const Vec rescale = _mm512_mask_mov_ps(splat(1), moves, exp2_nonpositive<true>(old - reference));
     const Vec exact = _mm512_mask_mov_ps(rescale, _mm512_cmp_ps_mask(old, splat(kNegativeInfinity), _CMP_EQ_OQ), Vec{});
@@ -311,6 +353,10 @@ inline void attend_column_tiles(const Task& task) {
     task.row_max[r] = kNegativeInfinity;
     task.row_sum[r] = 0;
   }
+  int* const positions = buffers.positions;
+  for (int r = 0, position = task.first_position; r < padded_rows; ++position) {
+    for (int g = 0; g < task.group && r < padded_rows; ++g) positions[r++] = position;
+  }
 
   SoftmaxScale scale(task);
   if (scale.factor == 0) {
@@ -318,31 +364,52 @@ inline void attend_column_tiles(const Task& task) {
     std::memset(buffers.query, 0, padded_rows * task.head_dim * sizeof(uint16_t));
     scale.factor = 1;
   }
-  ColumnTileChunk chunk;
+  const int chunk_keys = task.head_dim_v <= 64 ? kShortChunkKeys : kChunkKeys;
+  KeySpan span;
   // 16 keys from a multiple of 16 on lie in one block.
-  for (int first = task.key_begin / 16 * 16; first < task.key_end; first += kColumnTileKeys) {
-    chunk.locate(task, first, task.key_begin, task.key_end);
-    pack_value_columns(task, chunk, buffers.values);
-    for (int r = 0; r < padded_rows; r += kGroupRows) {
-      // Rows are in the order of their positions: the first sees the earliest key, the last the latest.
-      const int low = visible_begin(task, chunk, first, r) / kStepKeys * kStepKeys;
-      const int high = static_cast<int>(round_up(visible_end(task, chunk, first, r + kGroupRows - 1), kStepKeys));
-      if (low >= high) continue;
-      const uint32_t* query = buffers.query + r * (task.head_dim / 2);
-      float* acc = buffers.accumulators + r * task.head_dim_v;
-      if (task.head_dim == 64) {
-        score_group_64(chunk, low, high, query, buffers.scores);
-      } else {
-        for (int j = low; j < high; j += kStepKeys) score_step(task, chunk, j, query, buffers.scores);
+  for (int first = task.key_begin / 16 * 16; first < task.key_end; first += kSpanKeys) {
+    span.locate(task, first, task.key_begin, task.key_end);
+    pack_value_columns(task, span, buffers.values);
+
+    // Chunk [low, high) of the group of rows from `row` on. Rows are in the order of their positions: the first sees
+    // the earliest key, the last the latest.
+    struct Chunk {
+      int row, low, high;
+    };
+    auto find = [&](int row, int low) {
+      for (; row < padded_rows; row += kGroupRows, low = 0) {
+        low = max(low, visible_begin(task, span, first, positions[row]) / kStepKeys * kStepKeys);
+        const int end =
+            static_cast<int>(round_up(visible_end(span, first, positions[row + kGroupRows - 1]), kStepKeys));
+        if (low < end) return Chunk{row, low, min(low + chunk_keys, end)};
       }
+      return Chunk{padded_rows, 0, 0};
+    };
+    TileWork work(task, span, buffers.values);
+    auto score = [&](const Chunk& chunk, int buffer) {
+      if (chunk.row == padded_rows) return;
+      work.add_scores(buffers.query + chunk.row * (task.head_dim / 2), chunk.low, chunk.high, buffers.scores[buffer]);
+    };
+    Chunk chunk = find(0, 0);
+    score(chunk, 0);
+    work.finish();
+    for (int buffer = 0; chunk.row < padded_rows; buffer ^= 1) {
+      const Chunk next = find(chunk.row, chunk.high);
+      score(next, buffer ^ 1);
+      const int slots = (chunk.high - chunk.low) / 8, steps = (work.size() + slots - 1) / slots;
+      float* acc = buffers.accumulators + chunk.row * task.head_dim_v;
       for (int half = 0; half < 2; ++half) {
-        softmax_columns(task, scale, RowIntervals(task, chunk, first, r + half * kLanes), r + half * kLanes,
-                        buffers.scores + half * kColumnTileKeys * kLanes,
-                        buffers.probs + half * kColumnTileKeys / 2 * kLanes, acc + half * task.head_dim_v * kLanes, low,
-                        high);
+        const int row = chunk.row + half * kLanes;
+        softmax_columns(task, scale, RowIntervals(task, span, first, positions + row), row,
+                        buffers.scores[buffer] + half * kChunkKeys * kLanes,
+                        buffers.probs[buffer] + half * kChunkKeys / 2 * kLanes, acc + half * task.head_dim_v * kLanes,
+                        chunk.low, chunk.high, work, steps);
       }
-      for (int c = 0; c < task.head_dim_v; c += 32) add_value_step(task, buffers, low, high, c, acc);
+      work.finish();
+      work.add_values(buffers.probs[buffer], chunk.low, chunk.high, acc);
+      chunk = next;
     }
+    work.finish();
   }
 
   for (int r = 0; r < num_rows; r += kLanes) {
