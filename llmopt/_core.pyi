@@ -245,6 +245,7 @@ class LinearTuning:
     tile_rows_bf16: int  # from so many rows on: tiles instead of dot products
     tile_rows_int8: int
     tile_rows_group: int
+    unpack_rows: int
     prefetch_bytes: int  # how far ahead of the reading a panel is fetched
 
 def linear_tuning() -> LinearTuning:

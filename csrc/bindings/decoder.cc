@@ -187,6 +187,7 @@ void bind_matrices(nb::module_& m) {
       .def_rw("tile_rows_bf16", &LinearTuning::tile_rows_bf16)
       .def_rw("tile_rows_int8", &LinearTuning::tile_rows_int8)
       .def_rw("tile_rows_group", &LinearTuning::tile_rows_group)
+      .def_rw("unpack_rows", &LinearTuning::unpack_rows)
       .def_rw("prefetch_bytes", &LinearTuning::prefetch_bytes);
   m.def("linear_tuning", &linear_tuning, nb::rv_policy::reference);
 }

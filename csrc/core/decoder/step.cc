@@ -13,7 +13,7 @@ constexpr int64_t kOwnRows = 128;
 constexpr int64_t kBlockBytes = 1 << 20;
 constexpr int64_t kMinBlockRows = 128;
 // With more rows than this the matrices are not waiting for memory, and there is nothing to fetch ahead.
-constexpr int64_t kPrefetchRows = 16;
+constexpr int64_t kPrefetchRows = 64;
 
 }  // namespace
 

@@ -26,7 +26,7 @@ constexpr int kTileRows = 16;
 constexpr int64_t kTileBytes = 1024;        // of weights: 64 bytes of k, 16 columns
 constexpr int64_t kTileInputBytes = 64;     // of an input row
 constexpr int64_t kChunkTiles = 20;         // of k: the input of 32 planes takes 40 KB
-constexpr int64_t kGroupBytes = 400 << 10;  // of a group of panels
+constexpr int64_t kGroupBytes = 200 << 10;  // of a group of panels
 constexpr int64_t kMinGroupPanels = 8;      // matrices so deep that fewer would fit are first cut into chunks of K,
 constexpr int64_t kBlockRows = 512;         // and the sums of so many planes wait in the scratch memory
 

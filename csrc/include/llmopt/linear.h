@@ -115,8 +115,8 @@ class TileScope {
 struct LinearTuning {
   int tile_rows_bf16 = 5;     // from so many rows on: AMX tiles instead of dot products
   int tile_rows_int8 = 1;     // two planes of eight rows are one tile: half the instructions of dot products
-  int tile_rows_group = 6;    //
-  int unpack_rows = 80;       // grouped formats: unpack to bfloat16 and use its tiles
+  int tile_rows_group = 14;   // up to here the scales of the groups cost more than the products
+  int unpack_rows = 72;       // grouped formats: unpack to bfloat16 and use its tiles
   int prefetch_bytes = 4096;  // how far ahead of the reading a panel is fetched
 };
 LinearTuning& linear_tuning();
