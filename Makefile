@@ -37,14 +37,15 @@ format: $(READY) ## let ruff and clang-format rewrite the sources
 	$(BIN)/ruff format .
 	$(if $(CPP_SOURCES),$(BIN)/clang-format -i $(CPP_SOURCES),@true)
 
-# Only the library and its tests; the tests of the thread team are those that threads meet in.
+# Only the library and its tests; threads meet in the tests of the thread team and of the decoder.
 sanitize: $(READY) ## C++ tests with the address, undefined-behaviour and thread sanitizers (compiles for many minutes)
 	$(BIN)/cmake -S csrc -B build/sanitize-address $(SANITIZE_OPTIONS) -DLLMOPT_SANITIZE=address,undefined
 	$(BIN)/cmake --build build/sanitize-address --parallel 2
 	$(BIN)/ctest --test-dir build/sanitize-address --output-on-failure
 	$(BIN)/cmake -S csrc -B build/sanitize-thread $(SANITIZE_OPTIONS) -DLLMOPT_SANITIZE=thread
-	$(BIN)/cmake --build build/sanitize-thread --parallel 2 --target llmopt_tests
+	$(BIN)/cmake --build build/sanitize-thread --parallel 2 --target llmopt_tests llmopt_decoder_tests
 	build/sanitize-thread/tests/llmopt_tests --gtest_filter='*ThreadTeam*:Parallel*'
+	build/sanitize-thread/tests/llmopt_decoder_tests
 
 bench: $(READY) ## compare model.generate, the plain pipeline and plugins (MODEL=..., BENCH_ARGS="--quick")
 	$(BIN)/llmopt bench $(MODEL) $(BENCH_ARGS)
