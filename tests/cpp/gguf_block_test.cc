@@ -48,7 +48,9 @@ TEST_P(GgufBlock, PartsMakeTheDequantizedValues) {
       const int64_t group = k / layout.group_size;
       const bool is_int8 = layout.format == WeightFormat::kInt8Group;
       const int q = is_int8 ? static_cast<int8_t>(values[k]) : layout.has_minimum ? values[k] : values[k] - 8;
-      if (!is_int8) ASSERT_LT(values[k], 16);
+      if (!is_int8) {
+        ASSERT_LT(values[k], 16);
+      }
       const float minimum = layout.has_minimum ? minimums[group] : 0.0f;
       ASSERT_FLOAT_EQ(wanted[k], scales[group] * static_cast<float>(q) + minimum) << k;
     }
