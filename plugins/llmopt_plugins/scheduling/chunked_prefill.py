@@ -8,6 +8,9 @@ Source: A. Agrawal et al., "Taming Throughput-Latency Tradeoff in LLM Inference 
 
 from __future__ import annotations
 
+import itertools
+import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from llmopt import PluginInfo, hookimpl
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
 
 _STEPS_PER_TOKEN = 2.0  # without a target, a step with a chunk takes so many times a step of decodes alone
 _SMALLEST_CHUNK = 16  # a prompt goes on, whatever the target
+_LARGEST_SURPRISE = 2.0  # steps that take longer than predicted shrink the next ones by this factor at most
 _LONE_CHUNK = 1024  # when nobody decodes: a prompt that arrives meanwhile waits for so many tokens at most
 
 
@@ -33,21 +37,31 @@ class ChunkedBudget:
 
     :param chunk_size: tokens of a step, decodes included; None: what the cost model allows.
     :param max_itl_s: seconds that a step may take beside decodes; None: a multiple of a step of decodes alone.
-    :param cost: needed when ``chunk_size`` is None.
+    :param cost: needed when ``chunk_size`` is None. Steps that take longer than it says make the next ones smaller.
     """
 
     def __init__(
-        self, inner: Budget, chunk_size: int | None, max_itl_s: float | None = None, cost: CostModel | None = None
+        self,
+        inner: Budget,
+        chunk_size: int | None,
+        max_itl_s: float | None = None,
+        cost: CostModel | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.inner = inner
         self.chunk_size = chunk_size
         self.max_itl_s = max_itl_s
         self.cost = cost
+        self.clock = clock
+        self.surprise = 1.0  # seen over predicted time of steps with a chunk, of late
+        self._began_s = self._predicted_s = 0.0  # of the last step, when it had a chunk
         self.num_chunks = 0
         self.last_chunk = 0
 
     def __call__(self, queue: RequestQueue) -> StepBudget:
         budget = self.inner(queue)
+        if self._predicted_s:
+            self._learn((self.clock() - self._began_s) / self._predicted_s)
         load = queue.load()
         if not load.prompts and not queue.waiting:
             return budget
@@ -72,11 +86,23 @@ class ChunkedBudget:
         if target_s is None:
             target_s = _STEPS_PER_TOKEN * cost.step_s(decodes, decodes, context)
         computed = load.prompts[0].num_computed_tokens if load.prompts else 0
+        target_s /= self.surprise
         chunk = cost.largest_prefill(target_s, decodes, context, num_computed_tokens=computed)
-        return max(chunk - chunk % 8, _SMALLEST_CHUNK)
+        chunk = max(chunk - chunk % 8, _SMALLEST_CHUNK)
+        missing = load.num_prompt_tokens + sum(r.num_tokens for r in itertools.islice(queue.waiting, 8))
+        if chunk > _SMALLEST_CHUNK and missing >= chunk:  # as long as planned, then
+            self._began_s, self._predicted_s = self.clock(), target_s
+        return chunk
 
-    def stats(self) -> dict[str, int]:
-        return {"num_chunks": self.num_chunks, "last_chunk": self.last_chunk}
+    def _learn(self, ratio: float) -> None:
+        """Believe in a slow step sooner than in a fast one: the target is an upper limit."""
+        rate = 0.3 if ratio > self.surprise else 0.05
+        self.surprise += rate * (min(ratio, _LARGEST_SURPRISE) - self.surprise)
+        self.surprise = max(1.0, self.surprise)
+        self._predicted_s = 0.0
+
+    def stats(self) -> dict[str, float]:
+        return {"num_chunks": self.num_chunks, "last_chunk": self.last_chunk, "surprise": round(self.surprise, 3)}
 
     def describe(self) -> str:
         if self.chunk_size is not None:

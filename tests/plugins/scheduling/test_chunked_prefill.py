@@ -11,11 +11,14 @@ import llmopt
 from llmopt.testing import assert_same_tokens, tiny_model, tiny_prompts
 from llmopt_plugins.scheduling.chunked_prefill import ChunkedBudget, ChunkedPrefill
 from tests.llmopt.helpers import assert_idle, pool_bytes
-from tests.plugins.scheduling.simulation import Simulation
+from tests.plugins.scheduling.simulation import LinearCost, Simulation
 
 
 def simulation(chunk_size: int | None, max_itl_s: float | None = None, **options: Any) -> Simulation:
-    return Simulation(budgets=[lambda inner, sim: ChunkedBudget(inner, chunk_size, max_itl_s, sim.cost)], **options)
+    def wrap(inner: Any, sim: Simulation) -> Any:
+        return ChunkedBudget(inner, chunk_size, max_itl_s, sim.cost, sim.clock)
+
+    return Simulation(budgets=[wrap], **options)
 
 
 def stall(sim: Simulation) -> list[float]:
@@ -27,14 +30,14 @@ def stall(sim: Simulation) -> list[float]:
     return sorted(gap for number in range(16) for gap in sim.gaps(f"stream-{number}"))
 
 
-def p99(gaps: list[float]) -> float:
-    return gaps[int(0.99 * (len(gaps) - 1))]
+def percentile(gaps: list[float], share: float) -> float:
+    return gaps[int(share * (len(gaps) - 1))]
 
 
 def test_without_chunks_a_long_prompt_stalls_every_stream_and_with_them_it_does_not() -> None:
     plain, chunked = stall(Simulation()), stall(simulation(None))
     assert max(plain) > 10 * statistics.median(plain)
-    assert p99(chunked) <= max(chunked) <= 2.5 * statistics.median(chunked)
+    assert percentile(chunked, 0.99) <= max(chunked) <= 2.5 * statistics.median(chunked)
 
 
 @pytest.mark.parametrize("target_s", [0.015, 0.030, 0.100])
@@ -44,6 +47,19 @@ def test_steps_beside_decodes_hold_the_target_and_use_it(target_s: float) -> Non
     assert max(gaps) <= target_s + 1e-9
     chunks = [step["long"] for step in sim.steps if step.get("long", 0) > 1 and len(step) > 1]
     assert chunks[0] == pytest.approx((target_s - 0.010) / 0.0001 - 16, abs=8)  # a multiple of 8
+
+
+def test_steps_that_take_longer_than_predicted_make_the_next_ones_smaller() -> None:
+    class Optimist(LinearCost):
+        def largest_prefill(
+            self, budget_s: float, num_decode_rows: int = 0, num_context_tokens: int = 0, **o: Any
+        ) -> int:
+            return super().largest_prefill(1.5 * budget_s, num_decode_rows, num_context_tokens)
+
+    sim = Simulation(budgets=[lambda inner, sim: ChunkedBudget(inner, None, 0.030, Optimist(), sim.clock)])  # type: ignore[arg-type]
+    gaps = stall(sim)
+    assert max(gaps) > 0.040
+    assert percentile(gaps, 0.75) <= 0.034
 
 
 def test_a_prompt_goes_on_although_the_target_leaves_no_room() -> None:
