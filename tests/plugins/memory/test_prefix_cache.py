@@ -16,7 +16,6 @@ from llmopt.pipeline import InferencePipeline
 from llmopt.request import Request
 from llmopt.testing import assert_same_tokens, tiny_model, tiny_prompts
 from llmopt_plugins.memory.prefix_cache import PrefixCache, PrefixFileError
-from llmopt_plugins.memory.prefix_cache.chain import strong_hash
 from llmopt_plugins.memory.prefix_cache.index import BlockIndex
 from tests.llmopt.helpers import Drafts, assert_idle, build_tiny, pool_bytes, request, wrap
 
@@ -262,7 +261,7 @@ def test_keys_that_collide_are_noticed_by_the_tokens(plain: InferencePipeline) -
     chooser = random.Random(2)
     prompts = [[chooser.choice([5, 6]) for _ in range(chooser.randint(8, 30))] for _ in range(40)]
     with build() as pipe:
-        index_of(pipe).make_key = lambda data: bytes([strong_hash(data)[0] % 8]) + bytes(15)
+        index_of(pipe).make_key = lambda digest: bytes([digest[0] % 8]) + bytes(15)
         for prompt in prompts:
             assert tokens(pipe, [prompt], max_new_tokens=4) == tokens(plain, [prompt], max_new_tokens=4)
         report = pipe.stats()["lookup.prefix_cache"]
@@ -275,8 +274,7 @@ def test_equal_tokens_after_different_ones_are_different_even_when_all_keys_are_
     """The second block has the same tokens and the same key in both; only what comes before differs."""
     first, second = [5] * BLOCK + [7] * BLOCK + [9], [6] * BLOCK + [7] * BLOCK + [9]
     with build() as pipe, build_tiny(max_model_len=120) as plain:
-        index_of(pipe).make_key = lambda data: bytes([data[-1], data[-4]]) + bytes(14)
-        index_of(pipe).make_key = lambda data: (b"b" if data.endswith(np.int32([7] * BLOCK).tobytes()) else b"a") * 16
+        index_of(pipe).make_key = lambda digest: b"k" * 16
         for prompt in (first, second, first, second):
             assert tokens(pipe, [prompt]) == tokens(plain, [prompt])
         assert_at_rest(pipe)

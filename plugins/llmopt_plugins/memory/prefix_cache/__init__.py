@@ -172,13 +172,9 @@ class PrefixCache:
                 )
             blocks = known + pool.allocate(num_blocks - len(known))
             scatter(lookup.kv_cache, prefix.tensors, list(range(len(known), num_blocks)), blocks[len(known) :])
-            serial = chain.root
             for place, block in enumerate(blocks):
                 part = prefix.token_ids[place * pool.block_size : (place + 1) * pool.block_size].numpy()
-                serial = index.enter_block(
-                    block, bytes(keys[place * KEY_BYTES : (place + 1) * KEY_BYTES]), part, serial
-                )
-                if not serial:
+                if not index.enter_block(chain, block, part):
                     break
             pool.share(blocks[len(known) :])  # as if used twice, so that it outlives prompts that come once
             pool.free(blocks[len(known) :])

@@ -12,13 +12,19 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
+DIGEST_BYTES = 32
 KEY_BYTES = 16
 NEVER = 1 << 62
 
 
 def strong_hash(data: bytes) -> bytes:
-    """BLAKE2b, 128 bits."""
-    return hashlib.blake2b(data, digest_size=KEY_BYTES).digest()
+    """BLAKE2b, 256 bits."""
+    return hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
+
+
+def key_of(digest: bytes) -> bytes:
+    """The part of a digest under which the pool finds a block."""
+    return digest[:KEY_BYTES]
 
 
 @dataclass(slots=True, eq=False)
@@ -27,7 +33,9 @@ class Chain:
 
     seed: bytes  # the hash of the salt; stands before the first block
     root: int  # serial number of the salt
-    keys: bytearray = field(default_factory=bytearray)  # of full blocks, in order, 16 bytes each
+    is_durable: bool = True  # whether its digests mean the same after a restart; those with an adapter do not
+    digests: bytearray = field(default_factory=bytearray)  # of full blocks, in order, 32 bytes each
+    keys: bytearray = field(default_factory=bytearray)  # 16 bytes each
     num_entered: int = 0  # leading blocks that stand in the index
     serial: int = 0  # of the last one that does
     next_end: int = NEVER  # tokens that must be computed until another block can be entered
@@ -37,17 +45,18 @@ class Chain:
     awaited: tuple[object, int, int] | None = None  # whom it waits for, that one's progress, and how often in vain
 
     def extend(self, token_ids: np.ndarray, block_size: int, make_key: Callable[[bytes], bytes]) -> None:
-        """Compute the keys of all full blocks of these first tokens."""
-        start = len(self.keys) // KEY_BYTES
+        """Compute digests and keys of all full blocks of these first tokens."""
+        start = len(self.digests) // DIGEST_BYTES
         stop = token_ids.size // block_size
         if start >= stop:
             return
         data = token_ids[start * block_size : stop * block_size].astype(np.int32).tobytes()
         size = 4 * block_size
-        last = bytes(self.keys[-KEY_BYTES:]) or self.seed
+        last = bytes(self.digests[-DIGEST_BYTES:]) or self.seed
         for place in range(0, len(data), size):
-            last = make_key(last + data[place : place + size])
-            self.keys += last
+            last = strong_hash(last + data[place : place + size])
+            self.digests += last
+            self.keys += make_key(last)
 
     def reset(self) -> None:
         """Hold nothing any more; the keys stay true, because tokens are only added."""

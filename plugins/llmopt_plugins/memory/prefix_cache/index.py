@@ -6,7 +6,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from llmopt_plugins.memory.prefix_cache.chain import KEY_BYTES, NEVER, Chain, strong_hash
+from llmopt_plugins.memory.prefix_cache.chain import (
+    DIGEST_BYTES,
+    KEY_BYTES,
+    NEVER,
+    Chain,
+    key_of,
+    strong_hash,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,8 +34,11 @@ class BlockIndex:
 
     def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
-        self.make_key: Callable[[bytes], bytes] = strong_hash
+        self.make_key: Callable[[bytes], bytes] = key_of
+        self.on_clear: list[Callable[[], None]] = []  # called when everything that was computed is wrong
         self.tokens = np.full((pool.num_blocks, pool.block_size), -1, dtype=np.int32)
+        self.digests = np.zeros((pool.num_blocks, DIGEST_BYTES), dtype=np.uint8)  # they stay when a block is evicted
+        self.is_durable = np.zeros(pool.num_blocks, dtype=np.bool_)
         self.serials = np.zeros(pool.num_blocks, dtype=np.int64)  # 0: not entered
         self.parents = np.zeros(pool.num_blocks, dtype=np.int64)  # serial of the block before, or of the salt
         self.children: dict[int, dict[int, None]] = {}  # serial -> blocks that follow it, oldest first
@@ -95,20 +105,31 @@ class BlockIndex:
         while chain.num_entered < end:
             place = chain.num_entered
             ids = request.token_ids[place * size : (place + 1) * size]
-            key = bytes(chain.keys[place * KEY_BYTES : (place + 1) * KEY_BYTES])
-            serial = self.enter_block(table[place], key, ids, chain.serial)
-            if not serial:
-                chain.next_end = NEVER  # what follows could not be told from what follows the other block
+            if not self.enter_block(chain, table[place], ids):
+                chain.next_end = NEVER
                 return
-            chain.serial = serial
-            chain.num_entered += 1
         chain.next_end = (end + 1) * size
 
-    def enter_block(self, block: int, key: bytes, ids: np.ndarray, parent: int) -> int:
-        """Enter one held block, or find the one with the same content that was entered before.
+    def enter_block(self, chain: Chain, block: int, ids: np.ndarray) -> bool:
+        """Enter a held block as the next one of a chain, or find the one with the same content that was entered before.
 
-        :returns: the serial number of this content; 0 when another content has this key.
+        :returns: False when another content has this key: what follows could not be told from what follows that one.
         """
+        place = chain.num_entered
+        key = bytes(chain.keys[place * KEY_BYTES : (place + 1) * KEY_BYTES])
+        serial = self._enter(block, key, ids, chain.serial)
+        if not serial:
+            return False
+        if self.serials[block] == serial:
+            digest = chain.digests[place * DIGEST_BYTES : (place + 1) * DIGEST_BYTES]
+            self.digests[block] = np.frombuffer(digest, dtype=np.uint8)
+            self.is_durable[block] = chain.is_durable
+        chain.serial = serial
+        chain.num_entered += 1
+        return True
+
+    def _enter(self, block: int, key: bytes, ids: np.ndarray, parent: int) -> int:
+        """The serial number of this content; 0 when another content has this key."""
         if not self.serials[block] and self.pool.set_key(block, key):
             serial = self._new_serial()
             self.tokens[block], self.serials[block], self.parents[block] = ids, serial, parent
@@ -131,6 +152,8 @@ class BlockIndex:
         """Forget every block. Requests that hold some keep them."""
         for block in np.flatnonzero(self.serials).tolist():
             self.forget(block)
+        for listener in self.on_clear:
+            listener()
         for chain in self.chains.values():
             chain.next_end = NEVER  # what they hold was computed with what is no longer true
 

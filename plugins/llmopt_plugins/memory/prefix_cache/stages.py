@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from llmopt.request import RequestStatus
 from llmopt_plugins.memory.prefix_cache.chain import KEY_BYTES
@@ -22,6 +22,16 @@ _MIN_AWAITED_TOKENS = 16  # fewer are computed again rather than waited for
 _MAX_VAIN_WAITS = 8  # lookups without progress of the other request, after which nobody waits for it
 
 
+class Source(Protocol):
+    """Somewhere else where KV of blocks may be."""
+
+    def __call__(self, request: Request, chain: Chain, start: int, end: int) -> list[int]:
+        """Bring blocks number ``start`` to at most ``end`` of a request back to the pool, as many as there are.
+
+        Called when the blocks before are held. Returns blocks of the pool, held once, with their content.
+        """
+
+
 class CachedLookup(Wrapping):
     """Look for the tokens of a request among the blocks of earlier and of running ones.
 
@@ -38,6 +48,7 @@ class CachedLookup(Wrapping):
         self.kv_cache = kv_cache
         self.context = context
         self.watch = watch
+        self.sources: list[Source] = []  # asked for blocks that are not in the pool
         self.pending: dict[bytes, Request] = {}  # key -> who is about to compute the block
         self.num_lookups = self.num_hits = self.num_waits = self.num_copies = 0
         self.num_tokens = self.num_cached_tokens = 0
@@ -73,9 +84,9 @@ class CachedLookup(Wrapping):
         chains = self.index.chains
         chain = chains.get(request)
         if chain is None:
-            chain = chains[request] = self.index.new_chain(
-                self.salt_of(request.adapter, request.tenant, request.cache_salt)
-            )
+            salt = self.salt_of(request.adapter, request.tenant, request.cache_salt)
+            chain = chains[request] = self.index.new_chain(salt)
+            chain.is_durable = request.adapter is None
         return chain
 
     def salt_of(self, adapter: str | None, tenant: str | None, cache_salt: str | None) -> bytes:
@@ -97,21 +108,29 @@ class CachedLookup(Wrapping):
         pool.share(blocks)
         request.block_table.extend(blocks)
         chain.num_entered = len(blocks)
-        found = len(blocks) * size
         if blocks:
             chain.serial = int(index.serials[blocks[-1]])
+        for source in self.sources:
+            for block in source(request, chain, len(request.block_table), (request.num_tokens - 1) // size):
+                place = len(request.block_table)
+                request.block_table.append(block)
+                if place == chain.num_entered:
+                    index.enter_block(chain, block, request.token_ids[place * size : (place + 1) * size])
+        found = len(request.block_table) * size
+        if chain.num_entered * size < found:
+            return found  # an equal key of another content: nothing is known of what follows
         rest = request.token_ids[found : min(found + size, request.num_tokens - 1)]
-        source, count = index.match_part(chain.serial, rest)
+        origin, count = index.match_part(chain.serial, rest)
         if count == 0 or chain.has_failed:  # a request that lacks blocks asks again in every step
             return found
-        pool.share([source])  # so that the next line cannot evict it
+        pool.share([origin])  # so that the next line cannot evict it
         if pool.num_free:
             (copy,) = pool.allocate(1)
-            self.kv_cache.copy_block(source, copy)
+            self.kv_cache.copy_block(origin, copy)
             request.block_table.append(copy)
             found += count
             self.num_copies += 1
-        pool.free([source])
+        pool.free([origin])
         return found
 
     def _should_wait(self, request: Request, chain: Chain, num_blocks: int) -> bool:
