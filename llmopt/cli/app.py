@@ -98,8 +98,8 @@ def bench(
             "--workload",
             "-w",
             help="decode1, decode8, decode32, prefill1024, decode4096 (all: shapes); chat, chat8, document, prefix, "
-            "edit, ragged (all: text); stall; arrivals50, arrivals80, arrivals95 (all: arrivals); memory, quality, "
-            "host. Repeat for more.",
+            "edit, ragged (all: text); stall; arrivals50, arrivals80, arrivals95 (all: arrivals); shared, no_hits, "
+            "turns, crowd, churn, offload (all: reuse); memory, quality, host. Repeat for more.",
         ),
     ] = None,
     dtype: Dtype = "auto",

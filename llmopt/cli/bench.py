@@ -27,6 +27,7 @@ GROUPS = {  # short names for several workloads
     "shapes": ("decode1", "decode8", "decode32", "prefill1024", "decode4096"),
     "text": ("chat", "chat8", "document", "prefix", "edit", "ragged"),
     "arrivals": ("arrivals50", "arrivals80", "arrivals95"),
+    "reuse": ("shared", "no_hits", "turns", "crowd", "churn", "offload"),
 }
 DEFAULT_WORKLOADS = (*GROUPS["shapes"], "memory", "host")
 _QUICK_QUALITY_TOKENS = 256
@@ -115,7 +116,7 @@ def _expand(names: Sequence[str]) -> list[str]:
     from llmopt.bench.shapes import SHAPES
     from llmopt.bench.workloads import WORKLOADS
 
-    known = [*SHAPES, *WORKLOADS, "stall", *GROUPS["arrivals"], "host", "memory", "quality"]
+    known = [*SHAPES, *WORKLOADS, "stall", *GROUPS["arrivals"], *GROUPS["reuse"], "host", "memory", "quality"]
     found: dict[str, None] = {}
     for name in names or DEFAULT_WORKLOADS:
         if name not in known and name not in GROUPS:
@@ -153,12 +154,13 @@ class _Bench:
     def sections(self) -> Iterator[Section]:
         """Measure one workload after the other: those with the model, then those that need none loaded."""
         serving = ("stall", *GROUPS["arrivals"])
-        ordinary = [name for name in self.names if name not in ("host", "memory", *serving)]
+        ordinary = [name for name in self.names if name not in ("host", "memory", *serving, *GROUPS["reuse"])]
         if ordinary:
             yield from self._with_model(ordinary)
         for names in (serving[:1], serving[1:]):
             if set(names) & set(self.names):
                 yield from self._serving([name for name in self.names if name in names])
+        yield from self._reuse([name for name in self.names if name in GROUPS["reuse"]])
         if "memory" in self.names:
             yield self._memory()
             self.num_left -= 1
@@ -378,6 +380,22 @@ class _Bench:
         names, dtype = [contender.name for contender in contenders], _dtype_name(model)
         records = list(quality_lines(names, found, self.model_name, dtype, self.where))
         return Section(quality_table(names, found, dtype), records, True)
+
+    def _reuse(self, names: list[str]) -> Iterator[Section]:
+        """Workloads of the memory layer: each builds its own pipelines around one model."""
+        if not names:
+            return
+        from llmopt.bench.reuse import Setting, measure
+        from llmopt.bench.reuse_report import reuse_lines, reuse_table
+
+        model, _ = load_model(self.model_name, dtype=self.options.dtype, device_map=self.options.device_map)
+        for name in names:
+            with _progress(name) as advance:
+                share_s = self.budget.share_s(self.num_left)
+                result = measure(name, Setting(model, self.plugins, share_s, self.options.quick, advance))
+            self.num_left -= 1
+            records = list(reuse_lines(result, self.model_name, _dtype_name(model), self.where))
+            yield Section(reuse_table(result, _dtype_name(model)), records, True)
 
     def _memory(self) -> Section:
         from llmopt.bench.comparison import plugin_sets
