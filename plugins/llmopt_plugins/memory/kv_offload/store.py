@@ -83,6 +83,7 @@ class BlockStore:
     # -- out ----------------------------------------------------------------------------------------------------------
     def put(self, blocks: list[int], keys: list[bytes]) -> None:
         """The pool is about to hand these blocks to others: keep their content."""
+        blocks = [block for block in blocks if self.index.tokens[block, -1] >= 0]  # full ones
         digests = [self.index.digests[block].tobytes() for block in blocks]
         known = [digest for digest in digests if digest in self.slots]
         for digest in known:

@@ -110,6 +110,26 @@ class BlockIndex:
                 return
         chain.next_end = (end + 1) * size
 
+    def enter_part(self, request: Request, chain: Chain) -> None:
+        """Enter the last block of a request that ends, which is not full; only `match_part` finds it."""
+        size, end = self.pool.block_size, request.num_computed_tokens
+        place = end // size
+        if (
+            end % size == 0
+            or chain.num_entered != place
+            or chain.next_end == NEVER
+            or place >= len(request.block_table)
+        ):
+            return
+        block = request.block_table[place]
+        if self.pool.ref_counts[block] != 1 or self.serials[block]:
+            return
+        ids = request.token_ids[place * size : end].astype(np.int32)
+        digest = strong_hash(bytes(chain.digests[: place * DIGEST_BYTES][-DIGEST_BYTES:]) + chain.seed + ids.tobytes())
+        padded = np.full(size, -1, dtype=np.int32)
+        padded[: ids.size] = ids
+        self._enter(block, self.make_key(digest), padded, chain.serial)
+
     def enter_block(self, chain: Chain, block: int, ids: np.ndarray) -> bool:
         """Enter a held block as the next one of a chain, or find the one with the same content that was entered before.
 

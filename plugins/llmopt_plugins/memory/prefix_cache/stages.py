@@ -233,8 +233,10 @@ class CachedAllocate(Wrapping):
         if chain is not None:
             if request.finish_reason == "error":
                 self._forget(chain)
-            elif self.is_committing and request.num_computed_tokens >= chain.next_end:
-                index.enter(request, chain)
+            elif self.is_committing:
+                if request.num_computed_tokens >= chain.next_end:
+                    index.enter(request, chain)
+                index.enter_part(request, chain)
             self.lookup.release(request)
         self.inner.free(request)
 
