@@ -258,6 +258,14 @@ class LoadTiming:
         return self.num_good / self.seconds
 
 
+def warm_up(contender: Pipeline, mix: Mix, vocab_size: int) -> None:
+    """Let buffers grow and threads start: the longest prompt beside a short one."""
+    sender = Sender(contender.pipe)
+    for size in (mix.longest_prompt, 8):
+        sender.send(_ids(random.Random(size), size, vocab_size), mix.shortest_new)
+    sender.wait()
+
+
 def measure_capacity(contender: Pipeline, mix: Mix, vocab_size: int, *, quick: bool) -> Capacity:
     """Send many requests at once; then the longest prompt alone."""
     rng = random.Random(7)

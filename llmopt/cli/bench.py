@@ -249,15 +249,15 @@ class _Bench:
     def _arrivals(
         self, names: list[str], model: PreTrainedModel, pipelines: list[Pipeline], max_model_len: int
     ) -> Iterator[Section]:
-        from llmopt.bench.serving import LOADS, Mix, measure_capacity, run_load
+        from llmopt.bench.serving import LOADS, Mix, measure_capacity, run_load, warm_up
         from llmopt.bench.serving_report import load_lines, load_table
 
         mix = Mix().fitted(max_model_len)
         vocab_size = int(model.config.get_text_config().vocab_size)
         with _progress("capacity") as advance:
-            for pipeline in pipelines[1:]:
+            for pipeline in pipelines:
                 advance(f"warm-up of {pipeline.name}")
-                measure_capacity(pipeline, mix, vocab_size, quick=True)
+                warm_up(pipeline, mix, vocab_size)
             advance(pipelines[0].name)
             capacity = measure_capacity(pipelines[0], mix, vocab_size, quick=self.options.quick)
         for name in names:
