@@ -3,10 +3,10 @@
 
     python tests/benchmarks/pd_processes.py MODEL [--plugin NAME]... [--streams N] [--prompt TOKENS] [--seconds S]
 
-For each way of scheduling, streams decode for a while alone, and then while one long prompt after the other is computed.
-Prints median and P99 of the gaps in both parts, the time to the first token of the long prompts, and tokens per second of
-the streams. ``pd_separation`` in processes keeps half of the CPUs for prompts, also when there are none; the baseline has
-all of them. The tokens of the streams are compared with those of the baseline.
+For each way of scheduling, streams decode for a while alone, and then while one long prompt after the other is
+computed. Prints median and P99 of the gaps in both parts, the time to the first token of the long prompts, and tokens
+per second of the streams. ``pd_separation`` in processes keeps half of the CPUs for prompts, also when there are none;
+the others have all of them. The tokens of the streams are compared with those of the first way.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def run(pipe: Any, options: argparse.Namespace) -> dict[str, Any]:
     while time.perf_counter() < end or any(s.num_output_tokens < 2 for s in streams):
         pipe.advance()
     rates = []
-    for part in ("alone", "beside"):  # noqa: B007: `listen` reads it
+    for part in gaps:  # which `listen` reads
         last.clear()
         long: Request | None = None
         number = 0
