@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _BUDGET_S = 2.0
 _SHARE_OF_PROMPTS, _SHARE_OF_ROWS = 0.65, 0.8  # of the budget that is over after them
 _PROMPTS = (1, 16, 128, 512, 64, 4, 32, 256, 8, 2, 1024, 2048)  # lengths, in the order in which they are run
-_MAX_BYTES = 64 << 20  # of the pool that is written to
+_MAX_BYTES, _MAX_TOKENS = 64 << 20, 640  # of the pool that are written to; whichever is more
 _GREEDY = SamplingParams(ignore_eos=True)
 _MAX_ROWS_WITH_STATES = 4  # each needs a prompt of its own before
 
@@ -42,7 +42,8 @@ def measure(pipeline: InferencePipeline, budget_s: float = _BUDGET_S) -> None:
     per_token = sum(shape.bytes_per_token for shape in pipeline.kv_cache.shapes.values())
     room = min(pool.num_free - pool.num_kept, max(1, pool.num_blocks // 4, min(pool.num_blocks, 8)))
     if per_token:
-        room = min(room, max(2, _MAX_BYTES // (per_token * pool.block_size)))
+        most = max(_MAX_BYTES // per_token, _MAX_TOKENS)
+        room = min(room, max(2, most // pool.block_size))
     if room == 0 or not pipeline.queue.free_slots or pipeline.max_model_len < 2:
         return
     model = pipeline.model
@@ -71,6 +72,8 @@ class _Measuring:
         self.pipeline, self.blocks = pipeline, blocks
         self.begin, self.deadline = time.perf_counter(), deadline
         self.block_size = pipeline.block_pool.block_size
+        per_block = self.block_size * sum(shape.bytes_per_token for shape in pipeline.kv_cache.shapes.values())
+        self.written = blocks[: max(4, _MAX_BYTES // per_block)] if per_block else blocks  # by `_clear`
         self.builder = BatchBuilder(self.block_size)  # the pipeline's own goes on with the rows of its last batch
         self.builder.may_want_best = pipeline.batch_builder.may_want_best
         self.has_states = pipeline.capabilities.has_states
@@ -109,12 +112,20 @@ class _Measuring:
         for count in _PROMPTS:
             if count > longest or count in found:
                 continue
-            near = max((n for n in found if n < count), default=0)
-            expected = found[near] * count / near if near else 0.0  # at the most
-            if len(found) >= 2 and 2 * expected > end - time.perf_counter():
+            if len(found) >= 2 and 2 * self._expect(found, count) > end - time.perf_counter():
                 continue
             found[count] = self._time([self._request(0, count, self.blocks)], [count])
         return sorted(found.items())
+
+    @staticmethod
+    def _expect(found: dict[int, float], count: int) -> float:
+        """Seconds of a prompt of ``count`` tokens, from shorter ones; rather too many, since attention grows faster."""
+        shorter = sorted(n for n in found if n < count)
+        if len(shorter) < 2:
+            return found[shorter[0]] * count
+        before, last = shorter[-2:]
+        slope = max(0.0, found[last] - found[before]) / (last - before)
+        return found[last] + 1.5 * slope * (count - last)
 
     def _rows(self, one_s: float) -> list[tuple[int, float]]:
         """Rows of one token that have read one. ``one_s``: a single row of one token."""
@@ -143,7 +154,7 @@ class _Measuring:
         count, seconds = [(n, s) for n, s in rows if n <= 4][-1]
         if 4 * seconds > self.deadline - time.perf_counter():
             return None
-        share = self.blocks[: len(self.blocks) // count * count]
+        share = self.written[: len(self.written) // count * count]
         width = len(share) // count
         length = min(width * self.block_size, self.room)
         if length < 4:
@@ -227,10 +238,10 @@ class _Measuring:
         return best
 
     def _clear(self) -> None:
-        """Write to all blocks: pages of memory that was never written to are read from one page, too fast."""
+        """Write to blocks that are read: pages that were never written to are all read from one page, too fast."""
         with torch.inference_mode(False):
             for layer in self.pipeline.kv_cache.layers.values():
-                index = torch.tensor(self.blocks, device=layer.key.device)
+                index = torch.tensor(self.written, device=layer.key.device)
                 layer.key[index] = 0
                 layer.value[index] = 0
 

@@ -18,7 +18,7 @@ from llmopt.errors import PluginError
 if TYPE_CHECKING:
     from llmopt.batch import Batch
 
-_RATE = 0.1  # share of a step's error that is corrected at once
+_RATE, _FIRST_RATE = 0.1, 0.4  # share of a step's error that is corrected at once; of the first steps of their size
 _LARGEST_SURPRISE = 1.5  # a step that took longer or shorter than this factor counts as one that did just that
 _SCALE_LIMIT = 50.0  # how far corrections may lead away from what was measured
 _KNOWN_WEIGHT = 3.0  # steps after which a measured point goes by its own correction and not by its neighbours'
@@ -64,7 +64,7 @@ class CostModel:
 
     The estimate is a sum: a curve over tokens through measured points, a curve over rows, and two attention terms,
     ``num_context_tokens`` and ``num_prefill_pairs``. It never falls when one of them grows. Each observed step moves
-    those parts that its time consists of, by a tenth of the error.
+    those parts that its time consists of, by a share of the error.
     """
 
     def __init__(self) -> None:
@@ -205,9 +205,9 @@ class CostModel:
     def observe(self, shape: StepShape, seconds: float) -> None:
         """Learn from a step that ran.
 
-        Its error is shared out over the parts of the estimate by how much each contributed. A step far off what was
-        expected moves them no further than one that was off by a half: pauses of the machine do no harm, lasting
-        changes are followed within some twenty steps.
+        Its error is shared out over the parts of the estimate by how much each contributed; a tenth of it is corrected,
+        more while steps of this size are new. A step far off what was expected moves them no further than one that was
+        off by a half: pauses of the machine do no harm, lasting changes are followed within some twenty steps.
         """
         found = self.measured
         if found is None or shape.num_tokens <= 0 or not seconds > 0.0:
@@ -227,11 +227,13 @@ class CostModel:
             return
         ratio = seconds / expected
         self._num_observed += 1
-        rate = max(_RATE, 1.0 / self._num_observed)
-        self._error += rate * (abs(math.log(ratio)) - self._error)
+        self._error += max(_RATE, 1.0 / self._num_observed) * (abs(math.log(ratio)) - self._error)
         surprise = min(max(ratio, 1.0 / _LARGEST_SURPRISE), _LARGEST_SURPRISE) - 1.0
-        gain = _RATE * surprise * expected / sum(part * part for part in parts)
         weights = [part / expected for part in parts]
+        known = weights[0] * self._token_weights[left]
+        known += weights[1] * self._token_weights[left + 1] if weights[1] else 0.0
+        rate = max(_RATE, _FIRST_RATE / (1.0 + known))
+        gain = rate * surprise * expected / sum(part * part for part in parts)
         for index, part, weight in ((left, parts[0], weights[0]), (left + 1, parts[1], weights[1])):
             if part > 0.0:
                 self._token_scales[index] = _bounded(self._token_scales[index] * (1.0 + gain * part))

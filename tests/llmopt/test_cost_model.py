@@ -164,8 +164,12 @@ def test_long_contexts_alone_teach_what_contexts_cost() -> None:
 def test_one_pause_of_the_machine_hardly_moves_it() -> None:
     model = fitted()
     before = model.step_s(8, 8, 100)
+    for _ in range(20):
+        model.observe(StepShape(8, 8, 100, 0), before)
     model.observe(StepShape(8, 8, 100, 0), 1000 * before)
     assert model.step_s(8, 8, 100) < 1.06 * before
+    model.observe(StepShape(512, 1, 0, 0), 1000.0)  # the first of its size
+    assert model.step_s(512) < 1.3 * fitted().step_s(512)
 
 
 def test_asking_an_unmeasured_model_says_what_to_do() -> None:

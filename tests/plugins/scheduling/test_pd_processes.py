@@ -275,6 +275,32 @@ def test_a_worker_that_reports_over_the_network_sends_its_kv_and_may_be_lost(
         worker.wait()
 
 
+def test_workers_end_when_the_decode_process_is_killed(folder: str) -> None:
+    code = (
+        "import sys, time, llmopt\n"
+        f"pipe = llmopt.build({folder!r}, ['pd_separation:mode=process'], pool_bytes=1 << 20)\n"
+        "print(pipe.stats()['lookup.pd_separation']['pids'][0], flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    path = os.pathsep.join(p or os.getcwd() for p in sys.path)
+    host = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.PIPE)
+    assert host.stdout is not None
+    with host:
+        pid = int(host.stdout.readline())
+        assert Path(f"/proc/{pid}").exists()
+        host.kill()
+        host.wait()
+    wait(lambda: not _is_alive(pid))
+
+
+def _is_alive(pid: int) -> bool:
+    """Whether a process runs; one that nobody has waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 def test_a_pool_that_holds_two_prompts_serves_many(folder: str, wanted: Any) -> None:
     prompts = [p * 2 for p in tiny_prompts(8, seed=2, min_length=40, max_length=60)]
     per_token = 512

@@ -56,7 +56,6 @@ class HandOver:
             and request.companions is None
             and self.tried.get(request) != request.num_preemptions
             and any(keeper.is_ready for keeper in self.keepers)
-            and mark_of(self.pipeline.model) == self.mark
         )
 
     def free_keeper(self) -> Keeper | None:
@@ -66,7 +65,12 @@ class HandOver:
         return self.keepers[number] if count < _MAX_JOBS else None
 
     def give(self, request: Request, keeper: Keeper, found: int) -> bool:
-        """Let a worker compute a request's tokens from ``found`` on, in the blocks that it holds."""
+        """Let a worker compute a request's tokens from ``found`` on, in the blocks that it holds.
+
+        False when it cannot: it has just gone, or has other weights than this process has by now.
+        """
+        if self.pipeline is None or mark_of(self.pipeline.model) != self.mark:
+            return False
         end = request.num_tokens - 1
         job = Job(request.request_id, request.token_ids[:end].copy(), request.block_table, found, end)
         if not keeper.add(job):
@@ -187,7 +191,7 @@ class HandOverLookup:
             if has_blocks and over.give(request, keeper, found):
                 over.waiting.discard(request)
                 return None
-            return found  # it lacks blocks, with which the scheduler deals; or the worker has just gone
+            return found  # it lacks blocks, with which the scheduler deals; or the worker cannot
         allocate.free(request)  # it waits without blocks, so that it holds nobody up
         over.waiting.add(request)
         return None
