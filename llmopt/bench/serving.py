@@ -282,8 +282,8 @@ def measure_capacity(contender: Pipeline, mix: Mix, vocab_size: int, *, quick: b
     return Capacity(len(requests) / seconds, _FIRST_TOKEN_LIMIT * alone.first_token_s, _GAP_LIMIT * gap)
 
 
-def run_load(contender: Pipeline, arrivals: Sequence[Due], capacity: Capacity) -> LoadTiming:
-    """Send requests when they are due, and wait for their end."""
+def run_load(contender: Pipeline, arrivals: Sequence[Due], timing: LoadTiming) -> None:
+    """Send requests when they are due, wait for their end, and add what came of them."""
     sender = Sender(contender.pipe)
     start = time.perf_counter()
     for due in arrivals:
@@ -293,7 +293,8 @@ def run_load(contender: Pipeline, arrivals: Sequence[Due], capacity: Capacity) -
             time.sleep(delay)
         sender.send(due.prompt_ids, due.max_new_tokens, moment)
     sender.wait()
-    return LoadTiming(contender.name, time.perf_counter() - start, sender.traces, capacity)
+    timing.seconds += time.perf_counter() - start
+    timing.traces += sender.traces
 
 
 def _ids(rng: random.Random, count: int, vocab_size: int) -> list[int]:

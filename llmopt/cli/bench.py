@@ -249,7 +249,7 @@ class _Bench:
     def _arrivals(
         self, names: list[str], model: PreTrainedModel, pipelines: list[Pipeline], max_model_len: int
     ) -> Iterator[Section]:
-        from llmopt.bench.serving import LOADS, Mix, measure_capacity, run_load, warm_up
+        from llmopt.bench.serving import LOADS, LoadTiming, Mix, measure_capacity, run_load, warm_up
         from llmopt.bench.serving_report import load_lines, load_table
 
         mix = Mix().fitted(max_model_len)
@@ -264,12 +264,14 @@ class _Bench:
             share_s = self.budget.share_s(self.num_left) / len(pipelines)
             seconds = 3.0 if self.options.quick else min(30.0, max(3.0, 0.7 * share_s))  # the last ones take a while
             rate = LOADS[name] * capacity.requests_per_s
-            arrivals = mix.arrivals(random.Random(name), rate, seconds, vocab_size)
-            timings = []
+            timings = [LoadTiming(pipeline.name, 0.0, [], capacity) for pipeline in pipelines]
+            turns = list(zip(pipelines, timings, strict=True))
             with _progress(name) as advance:
-                for pipeline in pipelines:
-                    advance(pipeline.name)
-                    timings.append(run_load(pipeline, arrivals, capacity))
+                for half in (0, 1):  # there and back, so that a machine that changes its pace favours nobody
+                    arrivals = mix.arrivals(random.Random(f"{name} {half}"), rate, seconds / 2, vocab_size)
+                    for pipeline, timing in turns[:: -1 if half else 1]:
+                        advance(pipeline.name)
+                        run_load(pipeline, arrivals, timing)
             dtype = _dtype_name(model)
             records = list(load_lines(name, LOADS[name], rate, timings, self.model_name, dtype, self.where))
             yield Section(load_table(name, LOADS[name], rate, timings, dtype), records, True)

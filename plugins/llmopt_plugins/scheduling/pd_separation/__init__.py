@@ -40,9 +40,9 @@ class PdSeparation:
     def __init__(
         self,
         mode: str = "slices",
-        slice_ms: float = 50.0,
+        slice_ms: float = 40.0,
         decode_share: float = 0.5,
-        patience_ms: float = 1000.0,
+        patience_ms: float = 300.0,
         workers: int = 1,
         cpus: int | None = None,
         min_tokens: int = 128,
