@@ -21,7 +21,7 @@ from llmopt import PluginInfo, hookimpl
 from llmopt.errors import PluginUnavailableError
 from llmopt.pipeline import InferencePipeline
 from llmopt.request import Request, SamplingParams
-from llmopt.testing import tiny_model, tiny_prompts
+from llmopt.testing import check_plugin, tiny_model, tiny_prompts
 from llmopt_plugins.scheduling.pd_separation import PdSeparation
 from llmopt_plugins.scheduling.pd_separation.process_mode import ProcessMode
 
@@ -179,6 +179,7 @@ def test_changed_weights_are_computed_here(pipe: Any, wanted: Any) -> None:
         over.start(pipe)  # for the tests that follow
 
 
+@pytest.mark.slow
 def test_a_worker_that_hangs_is_given_up_and_a_failing_one_too_and_nothing_is_left(folder: str, wanted: Any) -> None:
     plugin = Failing(os.getpid())
     before = memory_files()
@@ -236,6 +237,7 @@ class Failing:
         return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plugins", [[], ["native"]])
 def test_a_worker_that_reports_over_the_network_sends_its_kv_and_may_be_lost(
     plugins: list[str], folder: str, wanted: Any, monkeypatch: pytest.MonkeyPatch
@@ -275,6 +277,12 @@ def test_a_worker_that_reports_over_the_network_sends_its_kv_and_may_be_lost(
         worker.wait()
 
 
+@pytest.mark.slow
+def test_it_keeps_to_what_every_plugin_keeps_to(folder: str) -> None:
+    check_plugin(lambda: pd(source=folder, min_tokens=4, chunk_tokens=8), company=[])
+
+
+@pytest.mark.slow
 def test_workers_end_when_the_decode_process_is_killed(folder: str) -> None:
     code = (
         "import sys, time, llmopt\n"
@@ -344,3 +352,19 @@ def test_a_model_without_a_source_and_bad_options_are_refused_with_what_to_do() 
 def test_a_source_with_other_weights_is_refused(folder: str) -> None:
     with pytest.raises(PluginUnavailableError, match="are others than the decode process has"):
         llmopt.build(tiny_model(seed=1), [pd(source=folder)])
+
+
+@pytest.mark.slow
+@pytest.mark.model
+@pytest.mark.native
+def test_the_demo_model_says_the_same_in_float32() -> None:
+    prompts = [list(range(100 + n, 100 + n + length)) for n, length in enumerate((700, 30, 400))]
+    found = []
+    for plugins in (["native"], ["native", "pd_separation:mode=process"]):
+        options: dict[str, Any] = {"load_options": {"dtype": "float32"}, "max_model_len": 1024, "pool_bytes": 1 << 28}
+        with llmopt.build("demo", plugins, **options) as pipe:
+            found.append(tokens(pipe, prompts))
+            if len(plugins) == 2:
+                assert stats(pipe)["num_handed_over"] == 2
+                assert stats(pipe)["num_recomputed"] == 0
+    assert found[0] == found[1]
