@@ -17,20 +17,29 @@ class ModelWatch:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._places = [(m._parameters, name) for m in model.modules() for name in m._parameters]
-        self._tuned = [m for m in model.modules() if hasattr(m, "_active_adapter")]
-        self._seen = self._look()
+        self._modules = list(model.modules())
+        self._tuned = [m for m in self._modules if hasattr(m, "_active_adapter")]
+        self._look()
 
     def has_changed(self) -> bool:
         """Whether anything is different from the last call."""
-        before, self._seen = self._seen, self._look()
-        return before != self._seen
+        for parameters, name, parameter, version in self._seen:
+            if parameters.get(name) is not parameter or parameter._version != version:
+                self._look()
+                return True
+        if self._tuned and self._adapters() != self._active:
+            self._look()
+            return True
+        return False
 
-    def _look(self) -> tuple[Any, ...]:
-        values = tuple(map(_stamp, [parameters.get(name) for parameters, name in self._places]))
-        adapters = tuple(repr([getattr(m, name, None) for name in _ADAPTER_STATE]) for m in self._tuned)
-        return values, adapters
+    def _look(self) -> None:
+        self._seen = [
+            (m._parameters, name, parameter, parameter._version)
+            for m in self._modules
+            for name, parameter in m._parameters.items()
+            if parameter is not None and not parameter.is_inference()  # torch does not count writes to those
+        ]
+        self._active = self._adapters()
 
-
-def _stamp(parameter: Any) -> tuple[int, int]:
-    return id(parameter), -1 if parameter is None or parameter.is_inference() else parameter._version
+    def _adapters(self) -> list[Any]:
+        return [repr([getattr(m, name, None) for name in _ADAPTER_STATE]) for m in self._tuned]
