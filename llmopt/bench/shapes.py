@@ -6,6 +6,7 @@ asked is what the code can do, and others on the machine can only make it slower
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -152,14 +153,18 @@ def measure_shape(
 def _shortened(
     contenders: Sequence[Contender], shape: Shape, vocab_size: int, timings: list[ShapeTiming], seconds: float
 ) -> Shape:
-    """The shape with as many decode steps as fit, from the time of one step more than the prefill."""
-    steps_s = 0.0
+    """The shape with as many decode steps as fit, from the time of one step more than the prefill.
+
+    Together they take as long as a prefill at least: fewer would drown in its noise, since it is subtracted.
+    """
+    steps_s, least = 0.0, _FEWEST_TOKENS
     for contender, timing in zip(contenders, timings, strict=True):
         took = _seconds(contender, shape.requests(1, vocab_size, 3))
-        steps_s += max(0.0, took - timing.first_s[0]) / 2
+        step_s = max(1e-6, took - timing.first_s[0]) / 2
+        steps_s += step_s
+        least = max(least, math.ceil(timing.first_s[0] / step_s))
     left = seconds - 2 * sum(timing.first_s[0] for timing in timings) - 2 * steps_s
-    fitting = int(left / steps_s) if steps_s > 0 else shape.num_new
-    num_new = min(shape.num_new, max(_FEWEST_TOKENS, fitting))
+    num_new = min(shape.num_new, max(least, int(left / steps_s)))
     return Shape(shape.name, shape.batch, shape.prompt, num_new)
 
 

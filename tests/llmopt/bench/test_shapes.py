@@ -211,3 +211,9 @@ def test_a_set_of_plugins_is_built_once() -> None:
     both = plugin_sets({"paged_kv": {}, "roofline": {"seconds": 1.0}})
     assert list(both) == ["llmopt", "+ paged_kv", "+ roofline", "+ all"]
     assert both["+ all"] == {"paged_kv": {}, "roofline": {"seconds": 1.0}}
+
+
+def test_decode_steps_take_as_long_as_the_prefill_at_least_however_short_the_time() -> None:
+    recorder = Recorder("a", [], prefill_s=0.1, step_s=0.004)
+    (timing,) = measure_shape([recorder], Shape("long", 1, 5, 1000), 100, seconds=0.05, max_rounds=5)
+    assert 10 <= timing.shape.num_new <= 60
