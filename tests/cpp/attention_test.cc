@@ -262,6 +262,15 @@ TEST_P(Attention, ScaleZeroIsTheMeanOfTheVisibleValues) {
 
 TEST_P(Attention, LongContextsInParts) { Problem({{1, 20, 2}, {1600, 2600, 1025}}, GetParam(), 1).run_and_compare(); }
 
+// Rows: a few more than the kernels for few rows take, with full and with half-full last groups.
+TEST_P(Attention, SmallChunksOfLongPrompts) {
+  for (int window : {0, 300}) {
+    Sizes s{{6, 11, 16, 17, 32, 64, 86, 1}, {700, 1300, 515, 257, 1900, 256, 900, 600}};
+    s.window = window;
+    Problem(s, GetParam(), window).run_and_compare();
+  }
+}
+
 TEST_P(Attention, RowsBeforeTheFirstKeyGiveZeros) {
   for (bool sinks : {false, true}) {
     Sizes s{{3, 30, 1}, {1, 2, 0}};

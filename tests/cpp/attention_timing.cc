@@ -1,6 +1,6 @@
 // Prints what decode attention over a long context takes, next to a plain read of the same keys and values, and what
-// prefill attention takes: attention_timing [num_threads] [huge pages: 0 or 1] [block_size] [decode, short, draft or
-// prefill]
+// prefill attention takes: attention_timing [num_threads] [huge pages: 0 or 1] [block_size] [decode, short, draft,
+// prefill or chunk]
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -20,11 +20,18 @@
 using namespace llmopt;
 using Clock = std::chrono::steady_clock;
 
+constexpr double kSeconds = 0.5;  // of one line
+
 namespace {
 
 struct Shape {
   const char* name;
   int num_layers, num_heads, num_kv_heads, head_dim;
+};
+
+// `count` requests that are alike.
+struct Requests {
+  int count, num_new, num_tokens;
 };
 
 // bfloat16 values around 1, so that no exponential is out of the ordinary.
@@ -70,9 +77,19 @@ double median(std::vector<double> values) {
   return values[values.size() / 2];
 }
 
-void time_step(const Shape& shape, int batch, int q_len, int context, int block_size, bool huge, bool scattered,
+void time_step(const Shape& shape, const std::vector<Requests>& batch, int block_size, bool huge, bool scattered,
                ThreadTeam& team) {
-  const int blocks_each = (context + block_size - 1) / block_size, num_blocks = blocks_each * batch;
+  std::vector<int32_t> seq_lens, cu = {0};
+  int max_blocks = 0, num_blocks = 0;
+  for (const Requests& requests : batch) {
+    const int blocks_each = (requests.num_tokens + block_size - 1) / block_size;
+    max_blocks = std::max(max_blocks, blocks_each);
+    num_blocks += requests.count * blocks_each;
+    for (int i = 0; i < requests.count; ++i) {
+      seq_lens.push_back(requests.num_tokens);
+      cu.push_back(cu.back() + requests.num_new);
+    }
+  }
   const size_t layer_bytes =
       static_cast<size_t>(num_blocks) * block_size * shape.num_kv_heads * shape.head_dim * sizeof(uint16_t);
   const size_t kv_bytes = 2 * layer_bytes * shape.num_layers;
@@ -83,17 +100,21 @@ void time_step(const Shape& shape, int batch, int q_len, int context, int block_
     caches.push_back({key, key + layer_bytes, num_blocks, shape.num_kv_heads, block_size, shape.head_dim,
                       shape.head_dim, DType::kBFloat16});
   }
-  std::vector<int32_t> tables(num_blocks), seq_lens(batch, context), cu(batch + 1);
-  std::iota(tables.begin(), tables.end(), 0);
-  if (scattered) std::shuffle(tables.begin(), tables.end(), std::mt19937(2));
-  for (int b = 0; b < batch; ++b) cu[b + 1] = cu[b] + q_len;
+  std::vector<int32_t> ids(num_blocks), tables(seq_lens.size() * max_blocks);
+  std::iota(ids.begin(), ids.end(), 0);
+  if (scattered) std::shuffle(ids.begin(), ids.end(), std::mt19937(2));
+  for (size_t b = 0, id = 0; b < seq_lens.size(); ++b) {
+    const int count = (seq_lens[b] + block_size - 1) / block_size;
+    std::copy_n(ids.begin() + id, count, tables.begin() + b * max_blocks);
+    id += count;
+  }
   StepInputs inputs;
   inputs.block_tables = tables.data();
-  inputs.block_table_stride = inputs.max_blocks = blocks_each;
+  inputs.block_table_stride = inputs.max_blocks = max_blocks;
   inputs.seq_lens = seq_lens;
   inputs.cu_seqlens_q = cu;
   const int64_t row = static_cast<int64_t>(shape.num_heads) * shape.head_dim;
-  const int64_t num_tokens = static_cast<int64_t>(batch) * q_len;
+  const int64_t num_tokens = cu.back();
   Memory query(num_tokens * row * 2, huge), out(num_tokens * row * 2, huge);
   AttentionArgs args{};
   args.query = query.data();
@@ -109,7 +130,7 @@ void time_step(const Shape& shape, int batch, int q_len, int context, int block_
   std::vector<double> attention, read;
   int64_t sink = 0;
   const Clock::time_point begin = Clock::now();
-  for (int round = 0; round < 100 && (round < 5 || seconds_since(begin) < 1.5); ++round) {
+  for (int round = 0; round < 100 && (round < 5 || seconds_since(begin) < kSeconds); ++round) {
     Clock::time_point start = Clock::now();
     plan.update(inputs);
     std::unique_ptr<AttentionCall> call;
@@ -133,12 +154,16 @@ void time_step(const Shape& shape, int batch, int q_len, int context, int block_
     });
     read.push_back(seconds_since(start));
   }
-  std::printf(
-      "%-8s batch %d, %4d new of %d tokens, %s blocks, %s pages, %6.1f MB: attention %7.3f ms, read %7.3f ms "
-      "(%.1f GB/s), ratio %.2f%s\n",
-      shape.name, batch, q_len, context, scattered ? "scattered" : "ordered", huge ? "huge" : "small",
-      static_cast<double>(kv_bytes) / 1e6, median(attention) * 1e3, median(read) * 1e3,
-      static_cast<double>(kv_bytes) / median(read) / 1e9, median(attention) / median(read), sink == 1 ? " " : "");
+  std::string what;
+  for (const Requests& requests : batch) {
+    what += (what.empty() ? "" : " + ") + std::to_string(requests.count) + " of " + std::to_string(requests.num_new) +
+            " at " + std::to_string(requests.num_tokens);
+  }
+  std::printf("%-8s %-28s %s blocks, %s pages, %6.1f MB: attention %7.3f ms, read %7.3f ms (%.1f GB/s), ratio %.2f%s\n",
+              shape.name, what.c_str(), scattered ? "scattered" : "ordered", huge ? "huge" : "small",
+              static_cast<double>(kv_bytes) / 1e6, median(attention) * 1e3, median(read) * 1e3,
+              static_cast<double>(kv_bytes) / median(read) / 1e9, median(attention) / median(read),
+              sink == 1 ? " " : "");
 }
 
 }  // namespace
@@ -155,19 +180,31 @@ int main(int argc, char** argv) {
   for (const Shape& shape : {smollm, qwen}) {
     if (wanted("decode")) {
       for (bool scattered : {false, true}) {
-        for (int batch : {1, 8}) time_step(shape, batch, 1, 4096, block_size, huge, scattered, team);
+        for (int batch : {1, 8}) time_step(shape, {{batch, 1, 4096}}, block_size, huge, scattered, team);
       }
     }
     if (wanted("short")) {
-      for (int batch : {8, 32}) time_step(shape, batch, 1, 64, block_size, huge, false, team);
-      for (int context : {64, 256, 1024}) time_step(shape, 1, 1, context, block_size, huge, false, team);
+      for (int batch : {8, 32}) time_step(shape, {{batch, 1, 64}}, block_size, huge, false, team);
+      for (int context : {64, 256, 1024}) time_step(shape, {{1, 1, context}}, block_size, huge, false, team);
     }
     if (wanted("draft")) {
-      for (int q_len : {4, 8, 16}) time_step(shape, 1, q_len, 4096, block_size, huge, false, team);
+      for (int q_len : {4, 8, 16}) time_step(shape, {{1, q_len, 4096}}, block_size, huge, false, team);
     }
     if (wanted("prefill")) {
-      time_step(shape, 1, 1024, 1024, block_size, huge, false, team);
-      time_step(shape, 1, 512, 2560, block_size, huge, false, team);
+      time_step(shape, {{1, 1024, 1024}}, block_size, huge, false, team);
+      time_step(shape, {{1, 512, 2560}}, block_size, huge, false, team);
+    }
+    if (wanted("chunk")) {
+      for (int context : {512, 2048, 3900}) {
+        for (int num_new : {16, 32, 64, 128, 512}) {
+          time_step(shape, {{1, num_new, context}}, block_size, huge, false, team);
+        }
+      }
+      const Requests decodes{16, 1, 512};
+      time_step(shape, {decodes}, block_size, huge, false, team);
+      for (int num_new : {16, 64}) {
+        time_step(shape, {decodes, {1, num_new, 3900}}, block_size, huge, false, team);
+      }
     }
   }
 }

@@ -11,21 +11,26 @@
 //         acc^T[column][row] += V^T p
 //
 // Vector units and tiles work at the same time: between the exponentials of a chunk stand the tile instructions of its
-// neighbours, the scores of the next chunk and the values of the one before (TileWork).
+// neighbours, the scores of the next chunk and the values of the one before (TileWork). For few rows the keys and
+// values that come next are fetched to the second-level cache at an even pace (LineStream); many keep the units busy
+// anyway.
 //
 // The reference of a row is a maximum that it has seen. It follows the running maximum only when that has grown by more
 // than kLag: a probability of 2^kLag is as precise as one of 1, and most rescaling falls away.
 #pragma once
 
 #include "core/attention/kernels.h"
-#include "core/attention/key_chunk.h"
+#include "core/attention/line_stream.h"
 #include "core/attention/softmax.h"
 #include "core/attention/storage.h"
 
 namespace llmopt::attention {
 namespace {
 
-constexpr int kSpanKeys = 1024;  // keys whose values are packed together: they stay in the second-level cache
+// Keys whose values are packed together: they stay in the second-level cache. Many rows load their queries and
+// accumulators seldom; a few wait for the memory, which short spans let fetch ahead.
+constexpr int kSpanKeys = 1024, kShortSpanKeys = kStreamKeys;
+constexpr int kFewRows = 256;
 // Keys whose scores a group of rows looks at together. Short chunks stay in the first-level cache, long ones load and
 // store wide accumulators less often.
 constexpr int kChunkKeys = 128, kShortChunkKeys = 64;
@@ -138,15 +143,17 @@ class TileWork {
   TileWork(const Task& task, const KeySpan& span, const uint32_t* values)
       : span_(span), values_(values), head_dim_(task.head_dim), head_dim_v_(task.head_dim_v) {}
 
-  // Keys [low, high), multiples of kStepKeys.
-  void add_scores(const uint32_t* query, int low, int high, float* scores) {
+  // Keys [low, high), multiples of kStepKeys. A half group has no more than 16 rows.
+  void add_scores(const uint32_t* query, bool is_half, int low, int high, float* scores) {
     query_ = query;
+    scores_half_ = is_half;
     score_begin_ = score_key_ = low;
     score_end_ = high;
     scores_ = scores;
   }
-  void add_values(const uint32_t* probs, int low, int high, float* acc) {
+  void add_values(const uint32_t* probs, bool is_half, int low, int high, float* acc) {
     probs_ = probs;
+    values_half_ = is_half;
     value_begin_ = value_key_ = low;
     value_end_ = high;
     acc_ = acc;
@@ -162,9 +169,9 @@ class TileWork {
 
   LLMOPT_INLINE void advance() {
     if (has_values()) {
-      value_step();
+      values_half_ ? value_step<true>() : value_step<false>();
     } else if (score_key_ < score_end_) {
-      score_step();
+      scores_half_ ? score_step<true>() : score_step<false>();
     }
   }
   void finish() {
@@ -174,7 +181,8 @@ class TileWork {
  private:
   bool has_values() const { return column_ < head_dim_v_; }
 
-  // 32 keys, 32 rows.
+  // 32 keys, 32 rows; half of them: tiles 1 and 3 have no part in it.
+  template <bool kHalf>
   LLMOPT_INLINE void score_step() {
     const int64_t stride = head_dim_ * 2;
     const uint16_t *keys = span_.keys[score_key_ / 16], *keys2 = span_.keys[score_key_ / 16 + 1];
@@ -182,28 +190,33 @@ class TileWork {
     float *out = scores_ + (score_key_ - score_begin_) * kLanes, *out2 = out + kChunkKeys * kLanes;
     asm volatile("" : : : "memory");
     _tile_zero(0);
-    _tile_zero(1);
     _tile_zero(2);
-    _tile_zero(3);
+    if constexpr (!kHalf) {
+      _tile_zero(1);
+      _tile_zero(3);
+    }
     for (int d = 0; d < head_dim_; d += 32) {
       _tile_loadd(4, keys + d, stride);
       _tile_loadd(6, query + d / 2 * kLanes, 64);
       _tile_dpbf16ps(0, 4, 6);
-      _tile_loadd(7, query2 + d / 2 * kLanes, 64);
-      _tile_dpbf16ps(1, 4, 7);
+      if constexpr (!kHalf) {
+        _tile_loadd(7, query2 + d / 2 * kLanes, 64);
+        _tile_dpbf16ps(1, 4, 7);
+      }
       _tile_loadd(5, keys2 + d, stride);
       _tile_dpbf16ps(2, 5, 6);
-      _tile_dpbf16ps(3, 5, 7);
+      if constexpr (!kHalf) _tile_dpbf16ps(3, 5, 7);
     }
     _tile_stored(0, out, 64);
-    _tile_stored(1, out2, 64);
+    if constexpr (!kHalf) _tile_stored(1, out2, 64);
     _tile_stored(2, out + 16 * kLanes, 64);
-    _tile_stored(3, out2 + 16 * kLanes, 64);
+    if constexpr (!kHalf) _tile_stored(3, out2 + 16 * kLanes, 64);
     asm volatile("" : : : "memory");
     score_key_ += kStepKeys;
   }
 
   // 32 keys, 32 columns, 32 rows.
+  template <bool kHalf>
   LLMOPT_INLINE void value_step() {
     constexpr int kTile = 16 * kLanes;
     const uint32_t* values = values_ + (value_key_ / 32 * (head_dim_v_ / 16) + column_ / 16) * kTile;
@@ -213,24 +226,30 @@ class TileWork {
     asm volatile("" : : : "memory");
     if (value_key_ == value_begin_) {
       _tile_loadd(0, out, 64);
-      _tile_loadd(1, out2, 64);
       _tile_loadd(2, out + 16 * kLanes, 64);
-      _tile_loadd(3, out2 + 16 * kLanes, 64);
+      if constexpr (!kHalf) {
+        _tile_loadd(1, out2, 64);
+        _tile_loadd(3, out2 + 16 * kLanes, 64);
+      }
     }
     _tile_loadd(4, values, 64);
     _tile_loadd(6, probs, 64);
     _tile_dpbf16ps(0, 4, 6);
-    _tile_loadd(7, probs2, 64);
-    _tile_dpbf16ps(1, 4, 7);
+    if constexpr (!kHalf) {
+      _tile_loadd(7, probs2, 64);
+      _tile_dpbf16ps(1, 4, 7);
+    }
     _tile_loadd(5, values + kTile, 64);
     _tile_dpbf16ps(2, 5, 6);
-    _tile_dpbf16ps(3, 5, 7);
+    if constexpr (!kHalf) _tile_dpbf16ps(3, 5, 7);
     value_key_ += kStepKeys;
     if (value_key_ == value_end_) {
       _tile_stored(0, out, 64);
-      _tile_stored(1, out2, 64);
       _tile_stored(2, out + 16 * kLanes, 64);
-      _tile_stored(3, out2 + 16 * kLanes, 64);
+      if constexpr (!kHalf) {
+        _tile_stored(1, out2, 64);
+        _tile_stored(3, out2 + 16 * kLanes, 64);
+      }
       value_key_ = value_begin_;
       column_ += 32;
     }
@@ -245,6 +264,7 @@ class TileWork {
   int score_key_ = 0, score_begin_ = 0, score_end_ = 0;
   int value_key_ = 0, value_begin_ = 0, value_end_ = 0;
   int column_ = 1 << 30;  // no values
+  bool scores_half_ = false, values_half_ = false;
 };
 
 // What a row at a position sees of a span that starts with key `first`.
@@ -275,7 +295,7 @@ struct RowIntervals {
 // Scores of 16 rows in [low, high) become probabilities; the rows' references, sums and accumulators follow.
 LLMOPT_INLINE void softmax_columns(const Task& task, const SoftmaxScale& scale, const RowIntervals& seen, int row,
                                    float* scores, uint32_t* probs, float* acc, int low, int high, TileWork& work,
-                                   int steps_per_16_keys) {
+                                   int steps_per_16_keys, LineStream& stream) {
   if (scale.capped) {
     for (int j = low; j < high; ++j) {
       float* at = scores + (j - low) * kLanes;
@@ -323,6 +343,7 @@ LLMOPT_INLINE void softmax_columns(const Task& task, const SoftmaxScale& scale, 
     }
   };
   for (int j = low; j < high; j += 16) {
+    stream.fetch();
     for (int i = 0; i < steps_per_16_keys; ++i) work.advance();
     for (int i = 0; i < 16; i += 4) exponentials(j + i);
   }
@@ -365,10 +386,14 @@ inline void attend_column_tiles(const Task& task) {
     scale.factor = 1;
   }
   const int chunk_keys = task.head_dim_v <= 64 ? kShortChunkKeys : kChunkKeys;
+  const int span_keys = num_rows <= kFewRows ? kShortSpanKeys : kSpanKeys;
   KeySpan span;
   // 16 keys from a multiple of 16 on lie in one block.
-  for (int first = task.key_begin / 16 * 16; first < task.key_end; first += kSpanKeys) {
-    span.locate(task, first, task.key_begin, task.key_end);
+  for (int first = task.key_begin / 16 * 16; first < task.key_end; first += span_keys) {
+    span.locate(task, first, task.key_begin, min(task.key_end, first + span_keys));
+    LineStream stream;
+    if (num_rows <= kFewRows) stream.add_following(task, first + span_keys);
+    stream.pace((span.end + 15) / 16 * ((num_rows + kLanes - 1) / kLanes));
     pack_value_columns(task, span, buffers.values);
 
     // Chunk [low, high) of the group of rows from `row` on. Rows are in the order of their positions: the first sees
@@ -385,10 +410,12 @@ inline void attend_column_tiles(const Task& task) {
       }
       return Chunk{padded_rows, 0, 0};
     };
+    auto is_half = [&](const Chunk& chunk) { return chunk.row + kLanes >= num_rows; };
     TileWork work(task, span, buffers.values);
     auto score = [&](const Chunk& chunk, int buffer) {
       if (chunk.row == padded_rows) return;
-      work.add_scores(buffers.query + chunk.row * (task.head_dim / 2), chunk.low, chunk.high, buffers.scores[buffer]);
+      work.add_scores(buffers.query + chunk.row * (task.head_dim / 2), is_half(chunk), chunk.low, chunk.high,
+                      buffers.scores[buffer]);
     };
     Chunk chunk = find(0, 0);
     score(chunk, 0);
@@ -396,17 +423,18 @@ inline void attend_column_tiles(const Task& task) {
     for (int buffer = 0; chunk.row < padded_rows; buffer ^= 1) {
       const Chunk next = find(chunk.row, chunk.high);
       score(next, buffer ^ 1);
-      const int slots = (chunk.high - chunk.low) / 8, steps = (work.size() + slots - 1) / slots;
+      const int halves = is_half(chunk) ? 1 : 2;
+      const int slots = (chunk.high - chunk.low) / 16 * halves, steps = (work.size() + slots - 1) / slots;
       float* acc = buffers.accumulators + chunk.row * task.head_dim_v;
-      for (int half = 0; half < 2; ++half) {
+      for (int half = 0; half < halves; ++half) {
         const int row = chunk.row + half * kLanes;
         softmax_columns(task, scale, RowIntervals(task, span, first, positions + row), row,
                         buffers.scores[buffer] + half * kChunkKeys * kLanes,
                         buffers.probs[buffer] + half * kChunkKeys / 2 * kLanes, acc + half * task.head_dim_v * kLanes,
-                        chunk.low, chunk.high, work, steps);
+                        chunk.low, chunk.high, work, steps, stream);
       }
       work.finish();
-      work.add_values(buffers.probs[buffer], chunk.low, chunk.high, acc);
+      work.add_values(buffers.probs[buffer], is_half(chunk), chunk.low, chunk.high, acc);
       chunk = next;
     }
     work.finish();

@@ -14,17 +14,17 @@
 #pragma once
 
 #include "core/attention/kernels.h"
-#include "core/attention/key_chunk.h"
+#include "core/attention/line_stream.h"
 #include "core/attention/softmax.h"
 #include "core/attention/storage.h"
 
 namespace llmopt::attention {
 namespace {
 
-constexpr int kRowTileKeys = 256;  // keys of a chunk
 constexpr int kTileRows = kMaxTileRows;
+constexpr int kRowTileKeys = kStreamKeys;  // keys of a chunk
 
-using RowTileChunk = KeyChunk<kRowTileKeys>;
+using RowTileChunk = StreamChunk;
 
 // The workspace of a task.
 struct RowTileBuffers {
@@ -54,49 +54,6 @@ struct RowTileBuffers {
 };
 
 inline size_t row_tile_workspace_bytes(int head_dim) { return RowTileBuffers().place(nullptr, head_dim); }
-
-// Of a short chunk only the first line of each group is fetched: all of them would hold up the loads of the chunk at
-// hand for longer than they save.
-constexpr int kLongChunk = 128;
-
-// What is to be fetched while a chunk is computed, a few cache lines at a time.
-class LineStream {
- public:
-  void add(const RowTileChunk& chunk, const Task& task) {
-    const int groups = (chunk.end + 15) / 16;
-    const bool is_long = chunk.end >= kLongChunk;
-    for (int i = 0; i < groups; ++i) add(chunk.keys[i], is_long ? task.head_dim / 2 : 1);
-    for (int i = 0; i < groups; ++i) add(chunk.values[i], is_long ? task.head_dim_v / 2 : 1);
-  }
-
-  // Divide what there is among `num_steps` calls of fetch().
-  void pace(int num_steps) { lines_per_step_ = (num_lines_ + num_steps - 1) / num_steps; }
-
-  LLMOPT_INLINE void fetch() {
-    for (int left = lines_per_step_; left > 0 && next_ < num_pieces_;) {
-      Piece& piece = pieces_[next_];
-      const int count = min(left, piece.num_lines);
-      for (int i = 0; i < count; ++i) __builtin_prefetch(piece.from + 32 * i, 0, 2);
-      left -= count;
-      piece.from += 32 * count;
-      piece.num_lines -= count;
-      next_ += piece.num_lines == 0;
-    }
-  }
-
- private:
-  struct Piece {
-    const uint16_t* from;
-    int num_lines;
-  };
-  void add(const uint16_t* from, int num_lines) {
-    pieces_[num_pieces_++] = {from, num_lines};
-    num_lines_ += num_lines;
-  }
-
-  Piece pieces_[2 * kRowTileKeys / 16];
-  int num_pieces_ = 0, next_ = 0, num_lines_ = 0, lines_per_step_ = 0;
-};
 
 // query^T in pairs of numbers; rows that are not there are zeros.
 inline void pack_query_rows(const Task& task, int num_rows, uint32_t* to) {
