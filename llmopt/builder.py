@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from llmopt import baseline
@@ -145,6 +146,8 @@ class _Builder:
 
     def _build_engine(self, pipeline: InferencePipeline, capabilities: Capabilities, machine: Machine) -> None:
         context, config = self.context, self.config
+        if config.memory.kv_bits is not None:
+            self._quantize_kv(capabilities)
         budget = config.memory.pool_bytes
         if budget is None:
             self.reserved = {n: size for n, size in self.registry.reserved_bytes(config, context).items() if size}
@@ -229,6 +232,21 @@ class _Builder:
             )
         self.notes.append(f"max_num_requests is cut from {wanted} to {fitting}, whose recurrent states fit the memory")
         return fitting
+
+    def _quantize_kv(self, capabilities: Capabilities) -> None:
+        """Store keys and values in 8 bits where attention can read them so."""
+        shapes = capabilities.layer_shapes
+        left = None
+        if not shapes:
+            left = "this model stores none"
+        elif capabilities.gather:
+            left = "its attention changes them after the cache, so each step would take all of them back to floats"
+        elif any(shape.device.type != "cpu" for shape in shapes.values()):
+            left = "attention reads 8 bits on the CPU only"
+        if left is not None:
+            self.notes.append(f"keys and values keep their dtype: {left}")
+            return
+        capabilities.layer_shapes = {i: replace(shape, is_quantized=True) for i, shape in shapes.items()}
 
     def _size_pool(self, capabilities: Capabilities, budget: int, max_num_requests: int) -> tuple[int, BlockPool]:
         """Longest sequence and blocks, from the bytes that are left for KV.

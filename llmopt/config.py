@@ -32,6 +32,7 @@ class MemoryConfig:
     pool_bytes: int | None = None  # size of the pool; None: from `memory_fraction` of what this process may still use
     memory_fraction: float = 0.5  # share of the free memory that the pool may take
     max_model_len: int | None = None  # longest sequence, prompt included; None: the model's own limit
+    kv_bits: int | None = None  # 8: int8 rows with a scale; None: as the model computes. Set by a plugin, with its loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,7 @@ class PipelineConfig:
             (0.0 < self.memory.memory_fraction <= 1.0, "0 < memory_fraction <= 1", self.memory.memory_fraction),
             (self.memory.max_model_len is None or self.memory.max_model_len >= 2, "max_model_len >= 2",
              self.memory.max_model_len),
+            (self.memory.kv_bits in (None, 8), "kv_bits 8 or None", self.memory.kv_bits),
             (self.speculation.max_num_draft >= 0, "max_num_draft >= 0", self.speculation.max_num_draft),
         )  # fmt: skip
         for holds, want, found in wants:

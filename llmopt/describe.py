@@ -74,7 +74,7 @@ def describe(pipeline: InferencePipeline) -> Description:
         device=str(model.device),
         engine=engine,
         runs_natively=runs,
-        attention=_attention(chains["attend"].objects[0]) if runs else "",
+        attention=_attention(chains["attend"].objects[0], pipeline) if runs else "",
         max_model_len=pipeline.max_model_len,
         block_size=pipeline.block_pool.block_size if runs else 0,
         num_blocks=pipeline.block_pool.num_blocks if runs else 0,
@@ -93,9 +93,11 @@ def describe(pipeline: InferencePipeline) -> Description:
     )
 
 
-def _attention(attend: Any) -> str:
+def _attention(attend: Any, pipeline: InferencePipeline) -> str:
     reason = getattr(attend, "why_reference", None)
-    return f"torch reference, because {reason}" if reason else "native"
+    told = f"torch reference, because {reason}" if reason else "native"
+    is_quantized = any(shape.is_quantized for shape in pipeline.kv_cache.shapes.values())
+    return f"{told}; keys and values in 8 bits" if is_quantized else told
 
 
 def _details(pipeline: InferencePipeline) -> dict[str, str]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from llmopt.huge_pages import ask_for_huge_pages
+from llmopt.ops.quantized_rows import SCALE_BYTES, dequantize_rows
 
 KVStorage: TypeAlias = "Callable[[tuple[int, ...], torch.dtype, torch.device], Tensor]"  # makes one tensor of the pool
 
@@ -22,22 +23,39 @@ class LayerShape:
     key_dim: int
     num_value_heads: int  # differs from the keys for latent attention
     value_dim: int
-    dtype: torch.dtype
+    dtype: torch.dtype  # of new keys and values, and of queries
     device: torch.device
+    is_quantized: bool = False  # rows are int8 with a scale: see `llmopt.ops.quantized_rows`
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """What the tensors of the pool are made of."""
+        return torch.int8 if self.is_quantized else self.dtype
+
+    @property
+    def key_width(self) -> int:
+        """Elements of ``stored_dtype`` that a token's key takes for one head."""
+        return self.key_dim + (SCALE_BYTES if self.is_quantized else 0)
+
+    @property
+    def value_width(self) -> int:
+        """The same for its value."""
+        return self.value_dim + (SCALE_BYTES if self.is_quantized else 0)
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes of one token's key and value."""
-        return (self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim) * self.dtype.itemsize
+        count = self.num_key_heads * self.key_width + self.num_value_heads * self.value_width
+        return count * self.stored_dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class LayerKV:
-    """Keys and values of one layer."""
+    """Keys and values of one layer, ``stored_dtype``. Who copies blocks of both copies all that there is of them."""
 
     index: int  # the layer's place in the model
-    key: Tensor  # [num_blocks, num_key_heads, block_size, key_dim]
-    value: Tensor  # [num_blocks, num_value_heads, block_size, value_dim]
+    key: Tensor  # [num_blocks, num_key_heads, block_size, key_width]
+    value: Tensor  # [num_blocks, num_value_heads, block_size, value_width]
 
 
 class KVCache:
@@ -61,12 +79,12 @@ class KVCache:
         make = storage or _own_memory
         with torch.inference_mode(False):  # tensors made in that mode could not be written to outside of it
             for i, s in self.shapes.items():
-                key = (num_blocks, s.num_key_heads, block_size, s.key_dim)
-                value = (num_blocks, s.num_value_heads, block_size, s.value_dim)
+                key = (num_blocks, s.num_key_heads, block_size, s.key_width)
+                value = (num_blocks, s.num_value_heads, block_size, s.value_width)
                 layer = LayerKV(
                     index=i,
-                    key=make(key, s.dtype, s.device),
-                    value=make(value, s.dtype, s.device),
+                    key=make(key, s.stored_dtype, s.device),
+                    value=make(value, s.stored_dtype, s.device),
                 )
                 ask_for_huge_pages(layer.key)
                 ask_for_huge_pages(layer.value)
@@ -84,11 +102,17 @@ class KVCache:
             layer.value[target] = layer.value[source]
 
     def gather(self, layer_index: int, block_table: list[int], num_tokens: int) -> tuple[Tensor, Tensor]:
-        """Return one request's keys ``[num_key_heads, num_tokens, key_dim]`` and values, copied out of the blocks."""
+        """Return one request's keys ``[num_key_heads, num_tokens, key_dim]`` and values, copied out of the blocks.
+
+        Of the dtype that attention reads, also where the pool stores them quantized.
+        """
         layer = self.layers[layer_index]
         table = torch.as_tensor(block_table[: -(-num_tokens // self.block_size)], device=layer.key.device)
         key = layer.key[table].transpose(0, 1).flatten(1, 2)[:, :num_tokens]
         value = layer.value[table].transpose(0, 1).flatten(1, 2)[:, :num_tokens]
+        shape = self.shapes[layer_index]
+        if shape.is_quantized:
+            return dequantize_rows(key, shape.dtype), dequantize_rows(value, shape.dtype)
         return key, value
 
 

@@ -24,7 +24,7 @@ namespace llmopt {
 namespace {
 
 LayerCache make_layer_cache(uintptr_t key, uintptr_t value, int64_t num_blocks, int num_kv_heads, int block_size,
-                            int head_dim, int head_dim_v, bool bfloat16) {
+                            int head_dim, int head_dim_v, bool bfloat16, bool quantized) {
   if (num_blocks <= 0 || num_kv_heads <= 0 || block_size <= 0 || head_dim <= 0 || head_dim_v <= 0) {
     throw nb::value_error(("a cache of " + std::to_string(num_blocks) + " blocks, " + std::to_string(num_kv_heads) +
                            " heads, block size " + std::to_string(block_size) + ", head_dim " +
@@ -35,7 +35,8 @@ LayerCache make_layer_cache(uintptr_t key, uintptr_t value, int64_t num_blocks, 
   return {pointer<void>(key), pointer<void>(value),
           num_blocks,         num_kv_heads,
           block_size,         head_dim,
-          head_dim_v,         bfloat16 ? DType::kBFloat16 : DType::kFloat32};
+          head_dim_v,         bfloat16 ? DType::kBFloat16 : DType::kFloat32,
+          quantized};
 }
 
 void update_plan(OwningStepPlan& self, nb::handle block_tables, nb::handle seq_lens, nb::handle cu_seqlens_q,
@@ -153,9 +154,9 @@ NB_MODULE(_core, m) {
 
   nb::class_<LayerCache>(m, "LayerCache")
       .def("__init__", [](LayerCache* self, uintptr_t key, uintptr_t value, int64_t num_blocks, int num_kv_heads,
-                          int block_size, int head_dim, int head_dim_v, bool bfloat16) {
-        new (self) LayerCache(
-            make_layer_cache(key, value, num_blocks, num_kv_heads, block_size, head_dim, head_dim_v, bfloat16));
+                          int block_size, int head_dim, int head_dim_v, bool bfloat16, bool quantized) {
+        new (self) LayerCache(make_layer_cache(key, value, num_blocks, num_kv_heads, block_size, head_dim, head_dim_v,
+                                               bfloat16, quantized));
       });
 
   nb::class_<OwningStepPlan>(m, "StepPlan")

@@ -3,6 +3,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "core/attention/kernels.h"
 #include "llmopt/attention.h"
 #include "llmopt/parallel.h"
 
@@ -16,7 +17,9 @@ struct Source {
   const char* data;
   int64_t token_stride, head_stride;  // bytes
   char* cache;
-  int64_t row_bytes;
+  int64_t row_bytes;  // in the cache
+  int dim;
+  void (*quantize)(const void* from, int n, int8_t* to);  // null: rows are copied
 };
 
 void write_token(const Source& source, int64_t token, int64_t slot, int num_heads, int block_size) {
@@ -24,7 +27,11 @@ void write_token(const Source& source, int64_t token, int64_t slot, int num_head
   const char* from = source.data + token * source.token_stride;
   char* to = source.cache + (block * num_heads * block_size + offset) * source.row_bytes;
   for (int head = 0; head < num_heads; ++head) {
-    std::memcpy(to, from, source.row_bytes);
+    if (source.quantize) {
+      source.quantize(from, source.dim, reinterpret_cast<int8_t*>(to));
+    } else {
+      std::memcpy(to, from, source.row_bytes);
+    }
     from += source.head_stride;
     to += block_size * source.row_bytes;
   }
@@ -60,10 +67,24 @@ void write_kv(const WriteKvArgs& args, const LayerCache& cache, const StepPlan& 
     }
   }
   const auto size = static_cast<int64_t>(item_size(cache.dtype));
-  const Source key{static_cast<const char*>(args.key), args.key_token_stride * size, args.key_head_stride * size,
-                   static_cast<char*>(cache.key), cache.head_dim * size};
-  const Source value{static_cast<const char*>(args.value), args.value_token_stride * size,
-                     args.value_head_stride * size, static_cast<char*>(cache.value), cache.head_dim_v * size};
+  const attention::Kernels& kernels = attention::kernels(selected_isa());
+  const auto quantize = !cache.is_quantized              ? nullptr
+                        : cache.dtype == DType::kFloat32 ? kernels.quantize_row_f32
+                                                         : kernels.quantize_row_bf16;
+  const Source key{static_cast<const char*>(args.key),
+                   args.key_token_stride * size,
+                   args.key_head_stride * size,
+                   static_cast<char*>(cache.key),
+                   cache.key_row_bytes(),
+                   cache.head_dim,
+                   quantize};
+  const Source value{static_cast<const char*>(args.value),
+                     args.value_token_stride * size,
+                     args.value_head_stride * size,
+                     static_cast<char*>(cache.value),
+                     cache.value_row_bytes(),
+                     cache.head_dim_v,
+                     quantize};
   const auto count = static_cast<int64_t>(slots.size());
   if (estimate_write_ns(args, cache) < kMinParallelNs) num_threads = 1;
   parallel_team(num_threads, [&](int thread, int team) {

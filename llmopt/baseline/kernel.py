@@ -8,6 +8,7 @@ from llmopt.hf.executor import HfExecute
 from llmopt.ops.attention import PagedAttention
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from llmopt.batch import Batch
@@ -22,15 +23,19 @@ class BaselineAttend:
     """Paged attention: the native op where it serves device and dtype, the torch reference elsewhere."""
 
     def __init__(self, kv_cache: KVCache) -> None:
-        layers: dict[tuple[object, object], list[LayerKV]] = {}
+        layers: dict[tuple[torch.device, torch.dtype, torch.dtype], list[LayerKV]] = {}
         for layer in kv_cache.layers.values():
-            layers.setdefault((layer.key.device, layer.key.dtype), []).append(layer)
-        self._groups: list[PagedAttention] = []  # layers that share device and dtype
+            dtype = kv_cache.shapes[layer.index].dtype
+            layers.setdefault((layer.key.device, layer.key.dtype, dtype), []).append(layer)
+        self._groups: list[PagedAttention] = []  # layers that share device and dtypes
         self._place: dict[int, tuple[PagedAttention, int]] = {}  # layer index -> its group, its number there
-        for members in layers.values():
+        for (_, _, dtype), members in layers.items():
             is_uniform = all(m.key.shape[:3] == m.value.shape[:3] for m in members)
             group = PagedAttention.create(
-                [m.key for m in members], [m.value for m in members], native_mode=None if is_uniform else "off"
+                [m.key for m in members],
+                [m.value for m in members],
+                dtype=dtype,
+                native_mode=None if is_uniform else "off",
             )
             self._groups.append(group)
             for number, member in enumerate(members):

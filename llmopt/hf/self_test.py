@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 # Relative error of logits that the engine may show: rounding in another order, nothing more.
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
+_QUANTIZED_TOLERANCE = 0.1  # with keys and values in 8 bits
 
 
 @torch.no_grad()
@@ -58,6 +59,8 @@ def self_test(pipeline: InferencePipeline, *, weights_unread: bool = False) -> s
         except Exception as error:
             return f"its self-test fails ({type(error).__name__}: {error})"
         tolerance = _TOLERANCE.get(model.dtype, 0.1)
+        if any(shape.is_quantized for shape in capabilities.layer_shapes.values()):
+            tolerance = max(tolerance, _QUANTIZED_TOLERANCE)
         if not distance <= tolerance:
             return f"its logits differ from the plain forward's by {distance:.2g} of their size in the self-test"
         if owners:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from llmopt import native
 from llmopt.ops.attention_reference import paged_attention, write_kv
+from llmopt.ops.quantized_rows import SCALE_BYTES
 
 __all__ = ["NativePagedAttention", "PagedAttention", "ReferencePagedAttention", "paged_attention", "write_kv"]
 
@@ -46,25 +47,30 @@ class PagedAttention(ABC):
         key_caches: Sequence[Tensor],
         value_caches: Sequence[Tensor],
         *,
+        dtype: torch.dtype | None = None,
         native_mode: str | None = None,
         num_threads: int | None = None,
     ) -> PagedAttention:
         """Choose the native op or the torch reference, once.
 
         :param key_caches: per layer [num_blocks, Hkv, S, D], contiguous. Layers may differ in every size but not in
-            dtype and device.
-        :param value_caches: per layer [num_blocks, Hkv, S, Dv], contiguous.
+            dtype and device. Quantized ones are int8 [num_blocks, Hkv, S, D + 2] (`llmopt.ops.quantized_rows`).
+        :param value_caches: per layer [num_blocks, Hkv, S, Dv], contiguous; int8 as for keys.
+        :param dtype: of queries, new keys and values and outputs; None: that of the caches. int8 caches need it.
         :param native_mode: ``require``, ``auto`` or ``off``; None reads ``LLMOPT_NATIVE``.
         :param num_threads: threads of the native op; None takes ``torch.get_num_threads()`` now.
         :raises ImportError: native is required and the extension is missing.
         :raises ValueError: caches do not fit together, or native is required and cannot serve their device or dtype.
         """
         _check_caches(key_caches, value_caches)
+        dtype = dtype or key_caches[0].dtype
+        if not dtype.is_floating_point or key_caches[0].dtype not in (dtype, torch.int8):
+            raise ValueError(f"the caches are {key_caches[0].dtype} and attention is to be in {dtype}.")
         mode = native.mode(native_mode)
         core = native.core(mode)
-        reason = native.why_not(mode) or _unsupported(key_caches[0])
+        reason = native.why_not(mode) or _unsupported(key_caches[0], dtype)
         if core is not None and reason is None:
-            return NativePagedAttention(core, key_caches, value_caches, num_threads or torch.get_num_threads())
+            return NativePagedAttention(core, key_caches, value_caches, dtype, num_threads or torch.get_num_threads())
         assert reason is not None
         if mode == "require":
             raise ValueError(f"LLMOPT_NATIVE=require, but {reason}.")
@@ -86,7 +92,7 @@ class PagedAttention(ABC):
 
     @abstractmethod
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Store this step's keys [T, Hkv, D] and values [T, Hkv, Dv], dtype of the cache, any token and head strides.
+        """Store this step's keys [T, Hkv, D] and values [T, Hkv, Dv], dtype of attention, any token and head strides.
 
         Tokens past the end of ``slot_mapping`` are not written.
         """
@@ -104,7 +110,7 @@ class PagedAttention(ABC):
     ) -> Tensor:
         """Attend. See `paged_attention` for the meaning of the options.
 
-        :param query: [T, Hq, D], dtype of the cache, any token and head strides.
+        :param query: [T, Hq, D], dtype of attention, any token and head strides.
         :returns: [T, Hq, Dv], contiguous; rows past ``cu_seqlens_q[-1]`` are zeros.
         :raises ValueError: a size that does not fit the cache or the plan.
         """
@@ -159,16 +165,31 @@ class NativePagedAttention(PagedAttention):
     """The C++ op: CPU, float32 or bfloat16. Tensors travel as addresses, a call costs about 2 us."""
 
     def __init__(
-        self, core: ModuleType, key_caches: Sequence[Tensor], value_caches: Sequence[Tensor], num_threads: int
+        self,
+        core: ModuleType,
+        key_caches: Sequence[Tensor],
+        value_caches: Sequence[Tensor],
+        dtype: torch.dtype,
+        num_threads: int,
     ) -> None:
-        self._dtype = key_caches[0].dtype
+        self._dtype = dtype
+        is_quantized = key_caches[0].dtype == torch.int8
+        extra = SCALE_BYTES if is_quantized else 0
         self._num_threads = num_threads
         self._caches = (list(key_caches), list(value_caches))  # keeps the memory alive
         self._layers = [
-            core.LayerCache(k.data_ptr(), v.data_ptr(), *k.shape, v.shape[3], k.dtype == torch.bfloat16)
+            core.LayerCache(
+                k.data_ptr(),
+                v.data_ptr(),
+                *k.shape[:3],
+                k.shape[3] - extra,
+                v.shape[3] - extra,
+                dtype == torch.bfloat16,
+                is_quantized,
+            )
             for k, v in zip(key_caches, value_caches, strict=True)
         ]
-        self._head_dims_v = [v.shape[3] for v in value_caches]
+        self._head_dims_v = [v.shape[3] - extra for v in value_caches]
         # torch.empty_like of these is the cheapest way to a new output: (T, Hq, Dv) -> tensor, for small T
         self._output_templates: dict[tuple[int, int, int], Tensor] = {}
         self._plan = core.StepPlan()
@@ -255,15 +276,15 @@ class NativePagedAttention(PagedAttention):
 
     def _ready(self, tensor: Tensor) -> Tensor:
         if tensor.dtype is not self._dtype:
-            raise ValueError(f"the tensor is {tensor.dtype} but the cache is {self._dtype}; they must agree.")
+            raise ValueError(f"the tensor is {tensor.dtype} but attention is in {self._dtype}; they must agree.")
         return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def _unsupported(cache: Tensor) -> str | None:
+def _unsupported(cache: Tensor, dtype: torch.dtype) -> str | None:
     if cache.device.type != "cpu":
         return f"the native op serves the CPU and the cache is on {cache.device}"
-    if cache.dtype not in NATIVE_DTYPES:
-        return f"the native op serves {' and '.join(map(str, NATIVE_DTYPES))} and the cache is {cache.dtype}"
+    if dtype not in NATIVE_DTYPES:
+        return f"the native op serves {' and '.join(map(str, NATIVE_DTYPES))} and the cache is {dtype}"
     return None
 
 

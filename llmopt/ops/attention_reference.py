@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from llmopt.ops.quantized_rows import SCALE_BYTES, dequantize_rows, quantize_rows
+
 # Queries are taken in chunks so that one score matrix stays below this.
 MAX_SCORE_BYTES = 256 << 20
 
@@ -22,11 +24,13 @@ def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
 
     :param key: [T, Hkv, D], any strides, dtype of the cache.
     :param value: [T, Hkv, Dv], any strides, dtype of the cache.
-    :param key_cache: [num_blocks, Hkv, S, D], written in place.
-    :param value_cache: [num_blocks, Hkv, S, Dv], written in place.
+    :param key_cache: [num_blocks, Hkv, S, D], written in place; or int8 [num_blocks, Hkv, S, D + 2], quantized rows.
+    :param value_cache: [num_blocks, Hkv, S, Dv], written in place; or int8 as for keys.
     :param slot_mapping: [T] int64, ``block * S + offset``; a token whose slot is negative is dropped.
     """
     block_size = key_cache.shape[2]
+    if key_cache.dtype == torch.int8:
+        key, value = quantize_rows(key), quantize_rows(value)
     slots = slot_mapping.to(key_cache.device)
     kept = slots >= 0
     if not bool(kept.all()):
@@ -56,8 +60,8 @@ def paged_attention(
     of its ``seq_lens[b]`` keys. A row that sees no key gives zeros, and so do rows past ``cu_seqlens_q[-1]``.
 
     :param query: [T, Hq, D], any strides.
-    :param key_cache: [num_blocks, Hkv, S, D], Hkv divides Hq.
-    :param value_cache: [num_blocks, Hkv, S, Dv].
+    :param key_cache: [num_blocks, Hkv, S, D], Hkv divides Hq; or int8 [num_blocks, Hkv, S, D + 2], quantized rows.
+    :param value_cache: [num_blocks, Hkv, S, Dv]; or int8 as for keys.
     :param block_tables: [B, M] int32; entries that no query can see are not used and may hold anything.
     :param seq_lens: [B] int32, keys of each request, this step's tokens included.
     :param cu_seqlens_q: [B + 1] int32, first query row of each request.
@@ -67,7 +71,8 @@ def paged_attention(
     :param sinks: [Hq], one more logit per head in the softmax denominator.
     :returns: [T, Hq, Dv], dtype of the query.
     """
-    out = query.new_zeros((query.shape[0], query.shape[1], value_cache.shape[-1]))
+    head_dim_v = value_cache.shape[-1] - (SCALE_BYTES if value_cache.dtype == torch.int8 else 0)
+    out = query.new_zeros((query.shape[0], query.shape[1], head_dim_v))
     starts = cu_seqlens_q.tolist()
     lengths = seq_lens.tolist()
     requests_by_q_len: dict[int, list[int]] = defaultdict(list)
@@ -115,6 +120,8 @@ def _attend_group(
 
     def gather(cache: Tensor) -> Tensor:  # -> [n, Hkv, L, D]
         rows = cache[blocks].transpose(1, 2).flatten(2, 3)[:, :, :max_len]
+        if cache.dtype == torch.int8:
+            rows = dequantize_rows(rows, query.dtype)
         return rows.masked_fill(~in_use[:, None, :, None], 0)
 
     key, value = gather(key_cache), gather(value_cache)

@@ -9,6 +9,7 @@ from llmopt_plugins.kernel.native import Native
 from llmopt_plugins.kernel.torch_compile import TorchCompile
 from llmopt_plugins.kernel.weight_quant import WeightQuant
 from llmopt_plugins.memory.kv_offload import KvOffload
+from llmopt_plugins.memory.kv_quant import KvQuant
 from llmopt_plugins.memory.paged_kv import PagedKv
 from llmopt_plugins.memory.prefix_cache import PrefixCache
 from llmopt_plugins.scheduling.batch_window import BatchWindow
@@ -27,6 +28,7 @@ BUILTIN: tuple[type, ...] = (
     TorchCompile,
     Autotune,
     PagedKv,
+    KvQuant,
     PrefixCache,
     KvOffload,
     NumaBinding,

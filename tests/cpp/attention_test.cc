@@ -74,6 +74,12 @@ class Buffer {
   std::unique_ptr<char[]> bytes_;
 };
 
+// How a cache stores its rows.
+struct Rows {
+  DType dtype;  // of queries and outputs too
+  bool is_quantized = false;
+};
+
 // One random step. Places nobody may look at hold NaN, block ids nobody may follow are -1.
 struct Problem {
   Sizes sizes;
@@ -82,9 +88,11 @@ struct Problem {
   std::vector<int32_t> block_tables, seq_lens, cu_seqlens_q{0};
   std::vector<float> sinks;
   std::unique_ptr<Buffer> key_cache, value_cache, query, out;
+  std::unique_ptr<char[]> key_rows, value_rows;  // the caches in 8 bits; null: they are not quantized
   float scale;
 
-  Problem(const Sizes& s, DType type, unsigned seed) : sizes(s), dtype(type), num_heads(s.num_kv_heads * s.group) {
+  Problem(const Sizes& s, Rows stored, unsigned seed)
+      : sizes(s), dtype(stored.dtype), num_heads(s.num_kv_heads * s.group) {
     std::mt19937 random(seed);
     std::normal_distribution<float> normal;
     constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
@@ -123,9 +131,36 @@ struct Problem {
         }
       }
     }
+    if (stored.is_quantized) {
+      key_rows = quantize(*key_cache, rows, s.head_dim);
+      value_rows = quantize(*value_cache, rows, s.head_dim_v);
+    }
     if (s.sinks) {
       for (int h = 0; h < num_heads; ++h) sinks.push_back(normal(random));
     }
+  }
+
+  // Rows in 8 bits, in memory of exactly their size; the buffer then holds what they stand for.
+  static std::unique_ptr<char[]> quantize(Buffer& buffer, size_t rows, int dim) {
+    const int row_bytes = dim + kScaleBytes;
+    std::unique_ptr<char[]> bytes(new char[rows * row_bytes]);
+    for (size_t row = 0; row < rows; ++row) {
+      float largest = 0;
+      for (int d = 0; d < dim; ++d) largest = std::max(largest, std::abs(buffer.get(row * dim + d)));
+      const bool is_nan = std::isnan(buffer.get(row * dim));
+      uint16_t scale_bits = to_bfloat16(largest / 127);
+      if (from_bfloat16(scale_bits) < largest / 127) ++scale_bits;
+      if (is_nan) scale_bits = 0x7fc0;
+      const float scale = from_bfloat16(scale_bits);
+      char* to = bytes.get() + row * row_bytes;
+      for (int d = 0; d < dim; ++d) {
+        const float x = buffer.get(row * dim + d);
+        to[d] = static_cast<char>(is_nan ? 0 : std::nearbyint(x / scale));
+        buffer.set(row * dim + d, static_cast<signed char>(to[d]) * scale);
+      }
+      std::memcpy(to + dim, &scale_bits, kScaleBytes);
+    }
+    return bytes;
   }
 
   size_t cache_row(size_t b, int head, int position) const {
@@ -134,8 +169,15 @@ struct Problem {
   }
 
   LayerCache cache() {
-    return {key_cache->data(), value_cache->data(), num_blocks,       sizes.num_kv_heads,
-            sizes.block_size,  sizes.head_dim,      sizes.head_dim_v, dtype};
+    return {key_rows ? key_rows.get() : key_cache->data(),
+            value_rows ? value_rows.get() : value_cache->data(),
+            num_blocks,
+            sizes.num_kv_heads,
+            sizes.block_size,
+            sizes.head_dim,
+            sizes.head_dim_v,
+            dtype,
+            key_rows != nullptr};
   }
 
   StepInputs inputs() const {
@@ -213,7 +255,7 @@ struct Problem {
   }
 };
 
-class Attention : public ::testing::TestWithParam<DType> {};
+class Attention : public ::testing::TestWithParam<Rows> {};
 
 TEST_P(Attention, RaggedBatchesOfAnyHeadSize) {
   unsigned seed = 0;
@@ -301,7 +343,7 @@ TEST_P(Attention, InsideATeamTheResultIsTheSameBitForBitWhateverTheNumberOfThrea
   Problem problem(s, GetParam(), 3);
   problem.run_and_compare();
   const size_t num_bytes =
-      static_cast<size_t>(problem.num_tokens) * problem.num_heads * s.head_dim_v * item_size(GetParam());
+      static_cast<size_t>(problem.num_tokens) * problem.num_heads * s.head_dim_v * item_size(GetParam().dtype);
   const std::vector<char> want(static_cast<char*>(problem.out->data()),
                                static_cast<char*>(problem.out->data()) + num_bytes);
   StepPlan plan;
@@ -322,8 +364,12 @@ TEST_P(Attention, InsideATeamTheResultIsTheSameBitForBitWhateverTheNumberOfThrea
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(DTypes, Attention, ::testing::Values(DType::kFloat32, DType::kBFloat16),
-                         [](const auto& info) { return std::string(name(info.param)); });
+INSTANTIATE_TEST_SUITE_P(Rows, Attention,
+                         ::testing::Values(Rows{DType::kFloat32}, Rows{DType::kBFloat16}, Rows{DType::kFloat32, true},
+                                           Rows{DType::kBFloat16, true}),
+                         [](const auto& info) {
+                           return std::string(name(info.param.dtype)) + (info.param.is_quantized ? "_int8" : "");
+                         });
 
 }  // namespace
 }  // namespace llmopt

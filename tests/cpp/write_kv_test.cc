@@ -1,5 +1,8 @@
 #include <gtest/gtest.h>
 
+#include <cmath>
+#include <cstring>
+#include <limits>
 #include <numeric>
 #include <stdexcept>
 #include <vector>
@@ -69,6 +72,66 @@ TEST(WriteKv, TokensLandInTheirSlotsAndTheRestIsUntouched) {
     }
   }
   EXPECT_EQ(untouched, (kBlocks * kBlockSize - 3) * kHeads);
+}
+
+TEST(WriteKv, QuantizedRowsAreWithinHalfAStepOfTheTokensAndTheRestIsUntouched) {
+  Fixture f({7, -1, 0, 23});
+  constexpr int kKeyBytes = kHeadDim + kScaleBytes, kValueBytes = kHeadDimV + kScaleBytes;
+  std::vector<int8_t> keys(kBlocks * kHeads * kBlockSize * kKeyBytes, 55);
+  std::vector<int8_t> values(kBlocks * kHeads * kBlockSize * kValueBytes, 55);
+  LayerCache cache = f.cache();
+  cache.key = keys.data();
+  cache.value = values.data();
+  cache.is_quantized = true;
+  f.key[0] = 1e30f;  // one large value takes the others of its row to zero
+  f.key[5] = -0.0f;
+  write_kv(f.args(), cache, f.plan, 2);
+  const auto check = [&](const std::vector<int8_t>& stored, const std::vector<float>& from, int dim) {
+    for (int slot = 0; slot < kBlocks * kBlockSize; ++slot) {
+      int token = -1;
+      for (size_t t = 0; t < f.slots.size(); ++t) token = f.slots[t] == slot ? static_cast<int>(t) : token;
+      for (int head = 0; head < kHeads; ++head) {
+        const int row = (slot / kBlockSize * kHeads + head) * kBlockSize + slot % kBlockSize;
+        const int8_t* at = stored.data() + row * (dim + kScaleBytes);
+        uint16_t half;
+        std::memcpy(&half, at + dim, sizeof(half));
+        const uint32_t bits = static_cast<uint32_t>(half) << 16;
+        float scale;
+        std::memcpy(&scale, &bits, sizeof(scale));
+        for (int d = 0; d < dim; ++d) {
+          if (token < 0) {
+            ASSERT_EQ(at[d], 55);
+            continue;
+          }
+          const float wanted = from[(token * kHeads + head) * dim + d];
+          ASSERT_LE(std::abs(at[d] * scale - wanted), 0.501f * scale) << "token " << token << " column " << d;
+        }
+      }
+    }
+  };
+  check(keys, f.key, kHeadDim);
+  check(values, f.value, kHeadDimV);
+}
+
+TEST(WriteKv, AQuantizedRowWithAnInfinityOrANanIsNanAndOneOfZerosIsZero) {
+  Fixture f({0, 1, 2});
+  std::vector<int8_t> keys(kBlocks * kHeads * kBlockSize * (kHeadDim + kScaleBytes), 55), values(10000, 55);
+  LayerCache cache = f.cache();
+  cache.key = keys.data();
+  cache.value = values.data();
+  cache.is_quantized = true;
+  f.key.assign(f.key.size(), 0.0f);
+  f.key[1] = std::numeric_limits<float>::infinity();
+  f.key[kHeads * kHeadDim + 2] = std::numeric_limits<float>::quiet_NaN();
+  write_kv(f.args(), cache, f.plan, 1);
+  const auto scale = [&](int slot) {
+    uint16_t bits;
+    std::memcpy(&bits, keys.data() + slot * (kHeadDim + kScaleBytes) + kHeadDim, sizeof(bits));
+    return bits;
+  };
+  EXPECT_GT(scale(0) & 0x7fff, 0x7f80);
+  EXPECT_GT(scale(1) & 0x7fff, 0x7f80);
+  EXPECT_EQ(scale(2), 0);
 }
 
 TEST(WriteKv, ASlotPastTheEndIsRefusedAndNothingIsWritten) {

@@ -90,7 +90,7 @@ WorkShape work_shape(const AttentionArgs& args, const LayerCache& cache) {
           cache.num_blocks,
           cache.head_dim,
           cache.head_dim_v,
-          static_cast<int>(item_size(cache.dtype)),
+          cache.is_quantized ? 1 : static_cast<int>(item_size(cache.dtype)),
           args.sliding_window,
           rows_limit(cache)};
 }
@@ -176,8 +176,15 @@ class AttentionCall::Impl {
       workspace = std::max({workspace, kernels.row_tile_workspace_bytes(cache.head_dim),
                             kernels.column_tile_workspace_bytes(work.max_rows, cache.head_dim, cache.head_dim_v)});
     }
-    return (round_up(work.max_rows, 32) * (round_up(cache.head_dim_v, attention::kColumnPadding) + 2)) * sizeof(float) +
-           128 + workspace;
+    return accumulator_bytes() + round_up(workspace, 64) + (cache.is_quantized ? unpacked_bytes() : 0);
+  }
+  int64_t accumulator_bytes() const {
+    const int64_t row = round_up(cache.head_dim_v, attention::kColumnPadding) + 2;
+    return round_up(round_up(work.max_rows, 32) * row * static_cast<int64_t>(sizeof(float)), 64);
+  }
+  int64_t unpacked_bytes() const {
+    return (cache.head_dim + cache.head_dim_v) * static_cast<int64_t>(item_size(cache.dtype)) *
+           attention::kMaxChunkKeys;
   }
 
   // Divide a finished row by its denominator and store it.
@@ -230,8 +237,11 @@ class AttentionCall::Impl {
     task.query_head_stride = args.query_head_stride;
     task.group = group();
     task.block_size = cache.block_size;
-    task.key_block_stride = static_cast<int64_t>(cache.num_kv_heads) * cache.block_size * cache.head_dim;
-    task.value_block_stride = static_cast<int64_t>(cache.num_kv_heads) * cache.block_size * cache.head_dim_v;
+    task.key_row_bytes = static_cast<int>(cache.key_row_bytes());
+    task.value_row_bytes = static_cast<int>(cache.value_row_bytes());
+    task.key_block_bytes = cache.key_row_bytes() * cache.num_kv_heads * cache.block_size;
+    task.value_block_bytes = cache.value_row_bytes() * cache.num_kv_heads * cache.block_size;
+    task.is_quantized = cache.is_quantized;
     task.head_dim = cache.head_dim;
     task.head_dim_v = cache.head_dim_v;
     task.sliding_window = args.sliding_window;
@@ -242,8 +252,8 @@ class AttentionCall::Impl {
     task.accumulator = reinterpret_cast<float*>(memory);
     task.row_max = task.accumulator + padded_rows * task.accumulator_stride;
     task.row_sum = task.row_max + padded_rows;
-    task.workspace =
-        memory + round_up(padded_rows * (task.accumulator_stride + 2) * static_cast<int64_t>(sizeof(float)), 64);
+    task.workspace = memory + accumulator_bytes();
+    task.unpacked = cache.is_quantized ? memory + scratch_bytes - unpacked_bytes() : nullptr;
     return task;
   }
 
@@ -259,8 +269,8 @@ class AttentionCall::Impl {
     task.num_q = item.num_q;
     task.first_position = inputs.seq_lens[item.request] - q_len + item.q_begin;
     task.block_table = inputs.block_tables + item.request * inputs.block_table_stride;
-    task.key = static_cast<const char*>(cache.key) + head_block * cache.head_dim * size;
-    task.value = static_cast<const char*>(cache.value) + head_block * cache.head_dim_v * size;
+    task.key = static_cast<const std::byte*>(cache.key) + head_block * cache.key_row_bytes();
+    task.value = static_cast<const std::byte*>(cache.value) + head_block * cache.value_row_bytes();
     task.key_begin = item.key_begin;
     task.key_end = item.key_end;
   }

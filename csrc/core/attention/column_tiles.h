@@ -391,6 +391,7 @@ inline void attend_column_tiles(const Task& task) {
   // 16 keys from a multiple of 16 on lie in one block.
   for (int first = task.key_begin / 16 * 16; first < task.key_end; first += span_keys) {
     span.locate(task, first, task.key_begin, min(task.key_end, first + span_keys));
+    span.unpack(task);
     LineStream stream;
     if (num_rows <= kFewRows) stream.add_following(task, first + span_keys);
     stream.pace((span.end + 15) / 16 * ((num_rows + kLanes - 1) / kLanes));

@@ -27,9 +27,12 @@ struct Task {
   int first_position;  // of the first token; negative: it sees no key
   const int32_t* block_table;
   int block_size;
-  const void* key;  // element [block 0, head, 0, 0] of the cache
-  const void* value;
-  int64_t key_block_stride, value_block_stride;  // elements
+  const std::byte* key;  // row [block 0, head, 0] of the cache
+  const std::byte* value;
+  int64_t key_block_bytes, value_block_bytes;
+  int key_row_bytes, value_row_bytes;
+  bool is_quantized;  // rows are int8 values and a scale, see llmopt/layer_cache.h
+  void* unpacked;     // with it: room for the rows of kMaxChunkKeys keys and values as elements, 64-byte aligned
   int head_dim, head_dim_v;
   int key_begin, key_end;
   int sliding_window;  // 0: none
@@ -46,6 +49,9 @@ struct Task {
 
 inline constexpr int kColumnPadding = 32;
 
+// Most keys that a kernel looks at together.
+inline constexpr int kMaxChunkKeys = 1024;
+
 struct Kernels {
   // Up to this many rows attend_rows is the faster one, by measurement. At most kMaxRows.
   int rows_limit_f32 = kMaxRows;
@@ -58,6 +64,9 @@ struct Kernels {
   // out[i] = row[i] * factor for i < n, rounded to the dtype. Rows are padded to kColumnPadding.
   void (*write_row_f32)(const float* row, int n, float factor, void* out);
   void (*write_row_bf16)(const float* row, int n, float factor, void* out);
+  // A quantized row of n values from n elements.
+  void (*quantize_row_f32)(const void* from, int n, int8_t* to);
+  void (*quantize_row_bf16)(const void* from, int n, int8_t* to);
   // Bytes of workspace of attend_rows and attend_tile.
   size_t (*workspace_bytes)(int rows, int head_dim, int head_dim_v);
   // attend_rows for up to kMaxTileRows rows in tiles, where row_tiles_fit; may be null.

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "core/attention/compute.h"
+#include "core/attention/quantized_rows.h"
 #include "core/attention/rows.h"
 #include "core/attention/tile.h"
 
@@ -28,6 +29,8 @@ Kernels make_kernels() {
   kernels.attend_tile_bf16 = attend_tile<TileCompute>;
   kernels.write_row_f32 = write_row<Float32>;
   kernels.write_row_bf16 = write_row<BFloat16>;
+  kernels.quantize_row_f32 = quantize_row<Float32>;
+  kernels.quantize_row_bf16 = quantize_row<BFloat16>;
   kernels.workspace_bytes = [](int rows, int head_dim, int head_dim_v) {
     const size_t few = rows_workspace_bytes(head_dim);
     const size_t f32 = tile_workspace_bytes<FloatCompute<Float32>>(rows, head_dim, head_dim_v);

@@ -22,8 +22,8 @@ class LineStream {
   void add(const StreamChunk& chunk, const Task& task) {
     const int groups = (chunk.end + 15) / 16;
     const bool is_long = chunk.end >= kLongChunk;
-    for (int i = 0; i < groups; ++i) add(chunk.keys[i], is_long ? task.head_dim / 2 : 1);
-    for (int i = 0; i < groups; ++i) add(chunk.values[i], is_long ? task.head_dim_v / 2 : 1);
+    for (int i = 0; i < groups; ++i) add(chunk.keys[i], is_long ? (16 * task.key_row_bytes + 63) / 64 : 1);
+    for (int i = 0; i < groups; ++i) add(chunk.values[i], is_long ? (16 * task.value_row_bytes + 63) / 64 : 1);
   }
 
   // What follows in the task from key `first` on, or else what the next task starts with.

@@ -34,6 +34,7 @@ struct RowTileBuffers {
   uint32_t* query;    // [head_dim / 32, 16 pairs of numbers, 16 rows]
   float* transposed;  // [2, 32 keys, 16 rows]
   float* scores;      // [16, kScoreStride]
+  uint16_t* keys;     // [2, 32 keys, head_dim], where the cache is quantized
   uint16_t* probs;    // [16, kProbStride]; rows that are not there hold anything
   uint32_t* values;   // [2, 4, 16 pairs of keys, 16 columns]
 
@@ -47,6 +48,7 @@ struct RowTileBuffers {
     take(query, head_dim / 2 * kTileRows);
     take(transposed, 2 * 32 * kTileRows);
     take(scores, kTileRows * kScoreStride);
+    take(keys, 2 * 32 * head_dim);
     take(probs, kTileRows * kProbStride);
     take(values, 2 * 4 * 256);
     return size;
@@ -70,13 +72,12 @@ inline void pack_query_rows(const Task& task, int num_rows, uint32_t* to) {
   }
 }
 
-// out[32 keys][16 rows] = scores^T of the groups i and i + 1. Tiles 0-1: sums, 2-3: keys, 4-7: queries, which stay
+// out[32 keys][16 rows] = scores^T of two groups of keys. Tiles 0-1: sums, 2-3: keys, 4-7: queries, which stay
 // there when kDepth, the number of tiles of a query, is not zero.
 template <int kDepth>
-LLMOPT_INLINE void score_groups(const Task& task, const uint32_t* query, const RowTileChunk& chunk, LineStream& stream,
-                                int i, float* out) {
+LLMOPT_INLINE void score_groups(const Task& task, const uint32_t* query, const uint16_t* keys, const uint16_t* keys2,
+                                LineStream& stream, float* out) {
   const int64_t stride = task.head_dim * 2;
-  const uint16_t *keys = chunk.keys[i], *keys2 = chunk.keys[i + 1];
   asm volatile("" : : : "memory");
   _tile_zero(0);
   _tile_zero(1);
@@ -137,7 +138,15 @@ LLMOPT_INLINE void transpose_scores(const float* from, int num_rows, float* scor
   }
 }
 
-template <int kDepth>
+// The quantized keys of a group as elements.
+LLMOPT_INLINE void unpack_keys(const Task& task, const uint16_t* group, uint16_t* to) {
+  const auto* row = reinterpret_cast<const int8_t*>(group);
+  for (int j = 0; j < 16; ++j, row += task.key_row_bytes, to += task.head_dim) {
+    dequantize_row<BFloat16>(row, task.head_dim, to);
+  }
+}
+
+template <int kDepth, bool kQuantized>
 LLMOPT_INLINE void score_chunk(const Task& task, const RowTileBuffers& buffers, const RowTileChunk& chunk,
                                LineStream& stream, int num_rows) {
   if constexpr (kDepth > 0) {
@@ -150,9 +159,20 @@ LLMOPT_INLINE void score_chunk(const Task& task, const RowTileBuffers& buffers, 
   }
   // Sums are transposed a step later: they cannot be loaded at once.
   constexpr int kSize = 32 * kTileRows;
+  // Quantized keys are unpacked a step ahead, as their tiles cannot be loaded at once either.
+  const auto unpacked = [&](int i) { return buffers.keys + i % 4 * 16 * task.head_dim; };
+  const auto unpack = [&](int i) {
+    for (int k = i; k < i + 2; ++k) unpack_keys(task, chunk.keys[k], unpacked(k));
+  };
+  if constexpr (kQuantized) unpack(0);
   int i = 0;
   for (; i * 16 < chunk.end; i += 2) {
-    score_groups<kDepth>(task, buffers.query, chunk, stream, i, buffers.transposed + i / 2 % 2 * kSize);
+    if constexpr (kQuantized) {
+      if ((i + 2) * 16 < chunk.end) unpack(i + 2);
+    }
+    score_groups<kDepth>(task, buffers.query, kQuantized ? unpacked(i) : chunk.keys[i],
+                         kQuantized ? unpacked(i + 1) : chunk.keys[i + 1], stream,
+                         buffers.transposed + i / 2 % 2 * kSize);
     stream.fetch();
     if (i > 0) transpose_scores(buffers.transposed + (i / 2 - 1) % 2 * kSize, num_rows, buffers.scores + (i - 2) * 16);
   }
@@ -161,13 +181,21 @@ LLMOPT_INLINE void score_chunk(const Task& task, const RowTileBuffers& buffers, 
 
 // Columns [column, column + 16 * kTiles) of the 32 keys of groups i and i + 1, in pairs of keys. Rows outside of the
 // chunk's range become zeros.
-template <int kTiles>
+template <int kTiles, bool kQuantized>
 LLMOPT_INLINE void interleave_values(const Task& task, const RowTileChunk& chunk, LineStream& stream, int i, int column,
                                      bool fetches, uint32_t* to) {
-  const int64_t stride = task.head_dim_v;
   for (int half = 0; half < 2; ++half, ++i, to += 128) {
     if (fetches) stream.fetch();
-    const uint16_t* from = chunk.values[i] + column;
+    const auto* from = reinterpret_cast<const std::byte*>(chunk.values[i]);
+    const auto load = [&](int j, int c) {
+      const std::byte* row = from + static_cast<int64_t>(j) * task.value_row_bytes;
+      if constexpr (kQuantized) {
+        const auto* values = reinterpret_cast<const int8_t*>(row);
+        return dequantize_32(values + column + c, scale_behind(values + task.head_dim_v));
+      } else {
+        return _mm512_loadu_si512(row + 2 * (column + c));
+      }
+    };
     const int begin = chunk.begin - i * 16, end = chunk.end - i * 16;
     auto put = [&](int j, int c, __m512i a, __m512i b) {
       _mm512_store_si512(to + c * 16 + j * 8, _mm512_unpacklo_epi16(a, b));
@@ -177,30 +205,28 @@ LLMOPT_INLINE void interleave_values(const Task& task, const RowTileChunk& chunk
 #pragma GCC unroll 8
       for (int j = 0; j < 16; j += 2) {
         for (int c = 0; c < 16 * kTiles; c += 32) {
-          const uint16_t* at = from + j * stride + c;
-          put(j, c, _mm512_loadu_si512(at), _mm512_loadu_si512(at + stride));
+          put(j, c, load(j, c), load(j + 1, c));
         }
       }
       continue;
     }
     for (int j = 0; j < 16; j += 2) {
       for (int c = 0; c < 16 * kTiles; c += 32) {
-        const uint16_t* at = from + j * stride + c;
-        put(j, c, j >= begin && j < end ? _mm512_loadu_si512(at) : __m512i{},
-            j + 1 >= begin && j + 1 < end ? _mm512_loadu_si512(at + stride) : __m512i{});
+        put(j, c, j >= begin && j < end ? load(j, c) : __m512i{},
+            j + 1 >= begin && j + 1 < end ? load(j + 1, c) : __m512i{});
       }
     }
   }
 }
 
 // Columns [column, column + 16 * kTiles). Tiles 0-3: sums, 4-5: values, 6: probabilities.
-template <int kTiles>
+template <int kTiles, bool kQuantized>
 LLMOPT_INLINE void add_values(const Task& task, const RowTileBuffers& buffers, const RowTileChunk& chunk,
                               LineStream& stream, int column) {
   float* acc = task.accumulator + column;
   const int64_t acc_bytes = task.accumulator_stride * 4;
   const bool fetches = column == 0;
-  interleave_values<kTiles>(task, chunk, stream, 0, column, fetches, buffers.values);
+  interleave_values<kTiles, kQuantized>(task, chunk, stream, 0, column, fetches, buffers.values);
   asm volatile("" : : : "memory");
   _tile_loadd(0, acc, acc_bytes);
   _tile_loadd(1, acc + 16, acc_bytes);
@@ -212,7 +238,8 @@ LLMOPT_INLINE void add_values(const Task& task, const RowTileBuffers& buffers, c
     // The values of the next step are put in pairs while the tiles of this one multiply.
     const uint32_t* values = buffers.values + i / 2 % 2 * 1024;
     if ((i + 2) * 16 < chunk.end) {
-      interleave_values<kTiles>(task, chunk, stream, i + 2, column, fetches, buffers.values + (i / 2 + 1) % 2 * 1024);
+      interleave_values<kTiles, kQuantized>(task, chunk, stream, i + 2, column, fetches,
+                                            buffers.values + (i / 2 + 1) % 2 * 1024);
     }
     asm volatile("" : : : "memory");
     _tile_loadd(6, buffers.probs + i * 16, RowTileBuffers::kProbStride * 2);
@@ -253,7 +280,8 @@ inline void finish_columns(const Task& task, int num_rows) {
 }
 
 // head_dim and head_dim_v are multiples of 32, block_size is one of 16, rows are at most 16.
-inline void attend_row_tiles(const Task& task) {
+template <bool kQuantized>
+void attend_row_tiles(const Task& task) {
   const int num_rows = task.num_q * task.group;
   RowTileBuffers buffers;
   buffers.place(task.workspace, task.head_dim);
@@ -279,11 +307,11 @@ inline void attend_row_tiles(const Task& task) {
     stream.add(*next, task);
     stream.pace((chunk->end + 15) / 16 * 2 + num_rows);
     if (task.head_dim == 64) {
-      score_chunk<2>(task, buffers, *chunk, stream, num_rows);
+      score_chunk<2, kQuantized>(task, buffers, *chunk, stream, num_rows);
     } else if (task.head_dim == 128) {
-      score_chunk<4>(task, buffers, *chunk, stream, num_rows);
+      score_chunk<4, kQuantized>(task, buffers, *chunk, stream, num_rows);
     } else {
-      score_chunk<0>(task, buffers, *chunk, stream, num_rows);
+      score_chunk<0, kQuantized>(task, buffers, *chunk, stream, num_rows);
     }
     const int high = static_cast<int>(round_up(chunk->end, 32));
     for (int r = 0; r < num_rows; ++r) {
@@ -294,8 +322,9 @@ inline void attend_row_tiles(const Task& task) {
                          buffers.probs + r * RowTileBuffers::kProbStride, 0, high);
     }
     int column = 0;
-    for (; column + 64 <= task.head_dim_v; column += 64) add_values<4>(task, buffers, *chunk, stream, column);
-    if (column < task.head_dim_v) add_values<2>(task, buffers, *chunk, stream, column);
+    for (; column + 64 <= task.head_dim_v; column += 64)
+      add_values<4, kQuantized>(task, buffers, *chunk, stream, column);
+    if (column < task.head_dim_v) add_values<2, kQuantized>(task, buffers, *chunk, stream, column);
   }
   finish_columns(task, num_rows);
 }

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "core/attention/kernels.h"
+#include "core/attention/quantized_rows.h"
 #include "core/attention/softmax.h"
 #include "core/attention/storage.h"
 
@@ -15,6 +16,7 @@ namespace llmopt::attention {
 namespace {
 
 constexpr int kSubTile = 128;
+static_assert(kSubTile <= kMaxChunkKeys);
 
 // Dot products of kRows rows with kLanes / kRows keys. Lane r * (kLanes / kRows) + j of the result is q[r] . k[j].
 template <class Dot, int kRows>
@@ -59,13 +61,15 @@ struct Upcoming {
   const Element* const* keys;
   const Element* const* values;
   int count;
-  int head_dim, head_dim_v;
+  int key_row_bytes, value_row_bytes;
 
   LLMOPT_INLINE void prefetch(int begin, int end) const {
-    constexpr int kLine = 64 / sizeof(Element);
+    const auto fetch = [](const Element* row, int row_bytes) {
+      for (int i = 0; i < row_bytes; i += 64) __builtin_prefetch(reinterpret_cast<const std::byte*>(row) + i, 0, 2);
+    };
     for (int j = begin; j < min(end, count); ++j) {
-      for (int d = 0; d < head_dim; d += kLine) __builtin_prefetch(keys[j] + d, 0, 2);
-      for (int d = 0; d < head_dim_v; d += kLine) __builtin_prefetch(values[j] + d, 0, 2);
+      fetch(keys[j], key_row_bytes);
+      fetch(values[j], value_row_bytes);
     }
   }
 };
@@ -161,7 +165,7 @@ void attend_rows(const Task& task) {
   start_rows(task, num_rows);
 
   const SoftmaxScale scale(task);
-  const bool small_blocks = task.block_size * task.head_dim * sizeof(Element) < kPageBytes;
+  const bool small_blocks = task.block_size * task.key_row_bytes < kPageBytes;
   locate<Element>(task, task.key_begin, min(kSubTile, task.key_end - task.key_begin), next_keys, next_values);
   for (int begin = task.key_begin; begin < task.key_end; begin += kSubTile) {
     const int num_keys = min(kSubTile, task.key_end - begin);
@@ -169,7 +173,9 @@ void attend_rows(const Task& task) {
     std::swap(values, next_values);
     const int num_next = max(0, min(kSubTile, task.key_end - begin - kSubTile));
     locate<Element>(task, begin + kSubTile, num_next, next_keys, next_values);
-    Upcoming<Element> upcoming{next_keys, next_values, small_blocks ? num_next : 0, task.head_dim, task.head_dim_v};
+    Upcoming<Element> upcoming{next_keys, next_values, small_blocks ? num_next : 0, task.key_row_bytes,
+                               task.value_row_bytes};
+    unpack_rows(task, num_keys, keys, values);
     for (int j = num_keys; j < num_keys + kLanes; ++j) keys[j] = keys[num_keys - 1];
     for (int r = 0; r < num_rows;) {
       const int left = num_rows - r;

@@ -61,21 +61,20 @@ struct PairDot {
 };
 #endif
 
-// Addresses of `num_keys` keys and values from key `begin` on.
+// Addresses of the rows of `num_keys` keys and values from key `begin` on. Where the cache is quantized, rows hold
+// int8, whatever the type says.
 template <class Element>
 void locate(const Task& task, int begin, int num_keys, const Element** keys, const Element** values) {
-  const auto* key = static_cast<const Element*>(task.key);
-  const auto* value = static_cast<const Element*>(task.value);
   int block = begin / task.block_size, offset = begin % task.block_size;
   for (int j = 0; j < num_keys; ++block, offset = 0) {
     const int64_t id = task.block_table[block];
-    const Element* k = key + id * task.key_block_stride + offset * static_cast<int64_t>(task.head_dim);
-    const Element* v = value + id * task.value_block_stride + offset * static_cast<int64_t>(task.head_dim_v);
+    const std::byte* k = task.key + id * task.key_block_bytes + offset * static_cast<int64_t>(task.key_row_bytes);
+    const std::byte* v = task.value + id * task.value_block_bytes + offset * static_cast<int64_t>(task.value_row_bytes);
     for (; offset < task.block_size && j < num_keys; ++offset, ++j) {
-      keys[j] = k;
-      values[j] = v;
-      k += task.head_dim;
-      v += task.head_dim_v;
+      keys[j] = reinterpret_cast<const Element*>(k);
+      values[j] = reinterpret_cast<const Element*>(v);
+      k += task.key_row_bytes;
+      v += task.value_row_bytes;
     }
   }
 }

@@ -15,6 +15,7 @@
 
 #include "core/attention/kernels.h"
 #include "core/attention/panels.h"
+#include "core/attention/quantized_rows.h"
 #include "core/attention/softmax.h"
 #include "core/attention/storage.h"
 
@@ -22,6 +23,7 @@ namespace llmopt::attention {
 namespace {
 
 constexpr int kMinTileKeys = 64, kMaxTileKeys = 256;
+static_assert(kMaxTileKeys <= kMaxChunkKeys);
 // Packed keys and values of a tile stay in the second-level cache next to queries and accumulators.
 constexpr int kTileBytes = 128 << 10;
 
@@ -101,6 +103,7 @@ void attend_tile(const Task& task) {
   for (int begin = task.key_begin; begin < task.key_end; begin += buffers.num_keys) {
     const int num_keys = min(buffers.num_keys, task.key_end - begin);
     locate(task, begin, num_keys, buffers.key_rows, buffers.value_rows);
+    unpack_rows(task, num_keys, buffers.key_rows, buffers.value_rows);
     Compute::pack_keys(buffers.key_rows, num_keys, task.head_dim, buffers.keys);
     Compute::pack_values(buffers.value_rows, num_keys, buffers.num_keys, task.head_dim_v, buffers.values);
 

@@ -29,8 +29,8 @@ void Forward::find_attention_kinds() {
     const LayerCache &x = caches_[a], &y = caches_[b];
     const AttentionSpec &s = spec_.layers[a].attention, &t = spec_.layers[b].attention;
     return x.num_blocks == y.num_blocks && x.num_kv_heads == y.num_kv_heads && x.block_size == y.block_size &&
-           x.head_dim == y.head_dim && x.dtype == y.dtype && s.num_heads == t.num_heads &&
-           s.sliding_window == t.sliding_window;
+           x.head_dim == y.head_dim && x.dtype == y.dtype && x.is_quantized == y.is_quantized &&
+           s.num_heads == t.num_heads && s.sliding_window == t.sliding_window;
   };
   for (int i = 0; i < static_cast<int>(caches_.size()); ++i) {
     if (std::none_of(attention_kinds_.begin(), attention_kinds_.end(), [&](int j) { return is_same(i, j); })) {
@@ -126,7 +126,11 @@ void Forward::rotate_and_store_head(float* values, int64_t row, int head, int la
     const int64_t block = slots[row] / cache.block_size, offset = slots[row] % cache.block_size;
     const int64_t kv_head = (head - spec.num_heads) % spec.num_kv_heads;
     to = static_cast<std::byte*>(is_value ? cache.value : cache.key) +
-         ((block * spec.num_kv_heads + kv_head) * cache.block_size + offset) * dim * size;
+         ((block * spec.num_kv_heads + kv_head) * cache.block_size + offset) * cache.row_bytes(spec.head_dim);
+    if (cache.is_quantized) {
+      attention_kernels_.quantize_row_f32(values, spec.head_dim, reinterpret_cast<int8_t*>(to));
+      return;
+    }
   }
   if (cache.dtype == DType::kFloat32) {
     std::memcpy(to, values, dim * sizeof(float));

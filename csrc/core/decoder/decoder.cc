@@ -18,6 +18,7 @@ Forward::Forward(DecoderSpec spec, std::vector<LayerCache> caches, std::shared_p
       caches_(std::move(caches)),
       team_(std::move(team)),
       kernels_(row_kernels(selected_isa())),
+      attention_kernels_(attention::kernels(selected_isa())),
       num_positions_(spec_.position_embedding ? spec_.num_positions : std::numeric_limits<int64_t>::max()),
       num_slots_of_cache_(std::numeric_limits<int64_t>::max()) {
   if (!team_) throw std::invalid_argument("a decoder needs a team of threads.");

@@ -8,6 +8,7 @@
 #include <optional>
 #include <vector>
 
+#include "core/attention/kernels.h"
 #include "core/decoder/phase_clock.h"
 #include "core/decoder/row_kernels.h"
 #include "core/decoder/workspace.h"
@@ -122,6 +123,7 @@ class Forward {
   std::vector<LayerCache> caches_;
   std::shared_ptr<ThreadTeam> team_;
   const RowKernels& kernels_;
+  const attention::Kernels& attention_kernels_;
   PhaseClock clock_;
   std::vector<std::unique_ptr<Worker>> workers_;
   std::vector<int> attention_kinds_;   // the first layer of each

@@ -6,7 +6,7 @@ import itertools
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from llmopt import native
 from llmopt.ops.attention import PagedAttention, paged_attention, write_kv
+from llmopt.ops.quantized_rows import dequantize_rows, quantize_rows
 
 needs_native = pytest.mark.skipif(native.why_not("auto") is not None, reason=str(native.why_not("auto")))
 
@@ -34,6 +35,16 @@ class Case:
     seq_lens: np.ndarray  # [B]
     cu_seqlens_q: np.ndarray  # [B + 1]
 
+    def quantized(self) -> Case:
+        """The same with caches in 8 bits."""
+        return replace(self, key_cache=quantize_rows(self.key_cache), value_cache=quantize_rows(self.value_cache))
+
+    def unpacked(self) -> Case:
+        """What a quantized case stands for."""
+        dtype = self.query.dtype
+        key, value = dequantize_rows(self.key_cache, dtype), dequantize_rows(self.value_cache, dtype)
+        return replace(self, key_cache=key, value_cache=value)
+
     def reference(self, **options: object) -> Tensor:
         """The torch reference in float64."""
         return paged_attention(
@@ -48,7 +59,13 @@ class Case:
 
     def native(self, num_threads: int = 2, **options: object) -> Tensor:
         """The native op."""
-        op = PagedAttention.create([self.key_cache], [self.value_cache], native_mode="require", num_threads=num_threads)
+        op = PagedAttention.create(
+            [self.key_cache],
+            [self.value_cache],
+            dtype=self.query.dtype,
+            native_mode="require",
+            num_threads=num_threads,
+        )
         op.plan(self.block_tables, self.seq_lens, self.cu_seqlens_q)
         return op(0, self.query, **options)  # type: ignore[arg-type]
 
@@ -238,6 +255,59 @@ def test_native_equals_reference_on_random_shapes(seed) -> None:
 
 
 @needs_native
+@pytest.mark.parametrize("seed", range(30))
+def test_native_equals_reference_on_random_shapes_in_8_bits(seed) -> None:
+    rng = np.random.default_rng(2000 + seed)
+    q_lens = [int(rng.choice([1, 1, 2, 5, int(rng.integers(1, 200))])) for _ in range(int(rng.integers(1, 7)))]
+    kv_lens = [q + int(rng.choice([0, 1, int(rng.integers(0, 1500))])) for q in q_lens]
+    num_kv_heads, window = int(rng.integers(1, 5)), int(rng.choice([0, 0, int(rng.integers(1, 100))]))
+    case = make_case(
+        q_lens,
+        kv_lens,
+        heads=(num_kv_heads * int(rng.integers(1, 10)), num_kv_heads),
+        head_dim=int(rng.choice([32, 64, 72, 128, int(rng.integers(1, 300))])),
+        head_dim_v=int(rng.choice([32, 64, 72, 128, int(rng.integers(1, 300))])),
+        block_size=int(rng.choice([1, 16, 32, int(rng.integers(1, 70))])),
+        dtype=DTYPES[seed % 2],
+        window=window,
+        seed=seed,
+    ).quantized()
+    options = {"scale": 0.1, "sliding_window": window}
+    assert_close(case, case.native(**options), case.unpacked().reference(**options))
+
+
+@pytest.mark.parametrize("native_mode", ["require", "off"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_writing_and_attending_in_8_bits_is_close_to_doing_so_in_full_precision(native_mode, dtype) -> None:
+    if native_mode == "require" and native.why_not("auto") is not None:
+        pytest.skip(str(native.why_not("auto")))
+    num_tokens, heads, size = 90, 2, 48
+    key, value = torch.randn(2, num_tokens, heads, size).to(dtype)
+    query = torch.randn(num_tokens, 4, size).to(dtype)
+    found = []
+    for width, stored in ((size, dtype), (size + 2, torch.int8)):
+        caches = [torch.zeros(6, heads, 16, width, dtype=stored) for _ in range(2)]
+        op = PagedAttention.create(caches[:1], caches[1:], dtype=dtype, native_mode=native_mode)
+        op.plan(
+            np.array([[4, 1, 0, 5, 2, 3]], np.int32),
+            np.array([num_tokens], np.int32),
+            np.array([0, num_tokens], np.int32),
+            np.array([16 * b for b in (4, 1, 0, 5, 2, 3)], np.int64).repeat(16)[:num_tokens] + np.arange(num_tokens) % 16,
+        )
+        op.write(0, key, value)
+        found.append(op(0, query, scale=size**-0.5).double())
+    assert found[1].dtype == found[0].dtype
+    error = (found[1] - found[0]).norm() / found[0].norm()
+    assert 0 < error < 0.02
+
+
+def test_caches_in_8_bits_need_the_dtype_of_attention() -> None:
+    cache = torch.zeros(3, 2, 4, 10, dtype=torch.int8)
+    with pytest.raises(ValueError, match=r"caches are torch\.int8 and attention is to be in torch\.int8"):
+        PagedAttention.create([cache], [cache.clone()])
+
+
+@needs_native
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("block_size", [1, 4, 16, 32])
 @pytest.mark.parametrize("native_mode", ["require", "off"])
@@ -366,7 +436,7 @@ def test_sizes_that_do_not_fit_the_cache_are_refused_with_both_sides() -> None:
         op(0, torch.zeros(3, 3, 8), scale=1.0)
     with pytest.raises(ValueError, match="2 tokens, the plan has 3"):
         op(0, torch.zeros(2, 4, 8), scale=1.0)
-    with pytest.raises(ValueError, match=r"torch\.float64 but the cache is torch\.float32"):
+    with pytest.raises(ValueError, match=r"torch\.float64 but attention is in torch\.float32"):
         op(0, torch.zeros(3, 4, 8, dtype=torch.float64), scale=1.0)
     with pytest.raises(ValueError, match="negative"):
         op(0, torch.zeros(3, 4, 8), scale=-1.0)

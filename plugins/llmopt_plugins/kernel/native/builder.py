@@ -175,6 +175,7 @@ class _Decoder:
                     shape.key_dim,
                     shape.value_dim,
                     _CACHE_DTYPES[shape.dtype],
+                    shape.is_quantized,
                 )
             )
         self.decoder = core.Decoder(native_spec(replace(plan, layers=layers), packed, tables), caches, team)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from llmopt.kv_cache import KVCache, LayerShape
+from llmopt.kv_cache import KVCache
 from llmopt_plugins.memory.prefix_cache.chain import DIGEST_BYTES, Chain
 
 if TYPE_CHECKING:
@@ -63,10 +64,7 @@ class BlockStore:
         self.block_bytes = pool.block_size * KVCache.bytes_per_token(kv_cache.shapes)
         self.num_slots = max_bytes // self.block_bytes
         cpu = torch.device("cpu")
-        shapes = {
-            i: LayerShape(s.num_key_heads, s.key_dim, s.num_value_heads, s.value_dim, s.dtype, cpu)
-            for i, s in kv_cache.shapes.items()
-        }
+        shapes = {i: replace(shape, device=cpu) for i, shape in kv_cache.shapes.items()}
         self.host = KVCache(shapes, self.num_slots, pool.block_size)  # pages are taken as they are written
         self.ids = np.zeros((self.num_slots, pool.block_size), dtype=np.int32)
         self.is_durable = np.zeros(self.num_slots, dtype=np.bool_)

@@ -125,14 +125,14 @@ def read(path: Path, model: str, kv_cache: KVCache) -> Prefix:
     token_ids = tensors.pop("token_ids")
     for index, shape in kv_cache.shapes.items():
         for kind, heads, dim in (
-            ("key", shape.num_key_heads, shape.key_dim),
-            ("value", shape.num_value_heads, shape.value_dim),
+            ("key", shape.num_key_heads, shape.key_width),
+            ("value", shape.num_value_heads, shape.value_width),
         ):
             stored = tensors.get(f"{index}.{kind}")
             wanted = (len(token_ids), heads, dim)
-            if stored is None or tuple(stored.shape) != wanted or stored.dtype != shape.dtype:
+            if stored is None or tuple(stored.shape) != wanted or stored.dtype != shape.stored_dtype:
                 found = None if stored is None else (tuple(stored.shape), stored.dtype)
-                raise PrefixFileError(f"{path}: layer {index} needs {kind}s {wanted} of {shape.dtype}, found {found}.")
+                raise PrefixFileError(f"{path}: layer {index} needs {kind}s {wanted} of {shape.stored_dtype}, found {found}.")
     return Prefix(metadata["name"], bytes.fromhex(metadata["salt"]), token_ids, tensors)
 
 
