@@ -13,6 +13,8 @@
 // chunk, which may be that of the next task, is fetched to the second-level cache at an even pace.
 #pragma once
 
+#include <optional>
+
 #include "core/attention/kernels.h"
 #include "core/attention/line_stream.h"
 #include "core/attention/softmax.h"
@@ -31,7 +33,7 @@ struct RowTileBuffers {
   static constexpr int kScoreStride = kRowTileKeys + kLanes;
   static constexpr int kProbStride = kRowTileKeys + 2 * kLanes;
 
-  uint32_t* query;    // [head_dim / 32, 16 pairs of numbers, 16 rows]
+  uint32_t* query;    // [head_dim / 32, 16 pairs of numbers, 16 rows]; see also IntegerQueries
   float* transposed;  // [2, 32 keys, 16 rows]
   float* scores;      // [16, kScoreStride]
   uint16_t* keys;     // [2, 32 keys, head_dim], where the cache is quantized
@@ -179,6 +181,105 @@ LLMOPT_INLINE void score_chunk(const Task& task, const RowTileBuffers& buffers, 
   transpose_scores(buffers.transposed + (i / 2 - 1) % 2 * kSize, num_rows, buffers.scores + (i - 2) * 16);
 }
 
+// Quantized keys are tiles of int8 as they lie in the cache. Up to kIntegerRows queries meet them so, with the query in
+// 15 bits, cut into two planes of int8: q = scale * (128 * high + low). That rounds less than bfloat16 does.
+constexpr int kIntegerRows = 8;
+
+struct IntegerQueries {
+  int8_t* tiles;  // [head_dim / 64, 16 quads of numbers, 16 columns, 4]; columns: high plane of 8 rows, low plane
+  __m256 scale;
+
+  static bool fit(const Task& task, int num_rows) { return num_rows <= kIntegerRows && task.head_dim % 64 == 0; }
+
+  IntegerQueries(const Task& task, int num_rows, const RowTileBuffers& buffers)
+      : tiles(reinterpret_cast<int8_t*>(buffers.query)) {
+    std::memset(tiles, 0, task.head_dim * 16);
+    alignas(32) float scales[kIntegerRows] = {};
+    for (int r = 0; r < num_rows; ++r) {
+      const uint16_t* row = static_cast<const uint16_t*>(task.query) + (r / task.group) * task.query_token_stride +
+                            (r % task.group) * task.query_head_stride;
+      __m512i largest{};  // magnitudes as bits, which are in their order; infinity and NaN last
+      for (int d = 0; d < task.head_dim; d += kLanes) {
+        largest = _mm512_max_epi32(largest, reinterpret_cast<__m512i>(words(BFloat16::load(row + d)) & 0x7fffffff));
+      }
+      const int bits = _mm512_reduce_max_epi32(largest);
+      const float top = floats(WordVec{} + static_cast<uint32_t>(bits))[0];
+      const bool is_finite = bits < 0x7f800000;
+      scales[r] = is_finite ? top / 16319 : __builtin_nanf("");
+      const float inverse = is_finite && top > 1e-30f ? 16319 / top : 0;
+      for (int d = 0; d < task.head_dim; d += kLanes) {
+        const __m512i q = _mm512_cvtps_epi32(BFloat16::load(row + d) * splat(inverse));
+        const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(q, _mm512_set1_epi32(64)), 7);
+        const __m512i low = _mm512_sub_epi32(q, _mm512_slli_epi32(high, 7));
+        alignas(16) int32_t quads[2][4];
+        _mm_store_si128(reinterpret_cast<__m128i*>(quads[0]), _mm512_cvtepi32_epi8(high));
+        _mm_store_si128(reinterpret_cast<__m128i*>(quads[1]), _mm512_cvtepi32_epi8(low));
+        for (int i = 0; i < 4; ++i) {
+          std::memcpy(tiles + (d / 4 + i) * 64 + r * 4, &quads[0][i], 4);
+          std::memcpy(tiles + (d / 4 + i) * 64 + (r + kIntegerRows) * 4, &quads[1][i], 4);
+        }
+      }
+    }
+    scale = _mm256_load_ps(scales);
+  }
+};
+
+// out[16 keys][16 columns] = sums of the planes. Tiles 0-1: sums, 2-3: keys, 4: queries.
+LLMOPT_INLINE void multiply_integers(const Task& task, const int8_t* queries, const RowTileChunk& chunk, int i,
+                                     int32_t* out) {
+  asm volatile("" : : : "memory");
+  _tile_zero(0);
+  _tile_zero(1);
+  const auto *keys = reinterpret_cast<const int8_t*>(chunk.keys[i]),
+             *keys2 = reinterpret_cast<const int8_t*>(chunk.keys[i + 1]);
+  for (int d = 0; d < task.head_dim; d += 64) {
+    _tile_loadd(4, queries + d * 16, 64);
+    _tile_loadd(2, keys + d, task.key_row_bytes);
+    _tile_dpbssd(0, 2, 4);
+    _tile_loadd(3, keys2 + d, task.key_row_bytes);
+    _tile_dpbssd(1, 3, 4);
+  }
+  _tile_stored(0, out, 64);
+  _tile_stored(1, out + 256, 64);
+  asm volatile("" : : : "memory");
+}
+
+// The sums of the planes of groups i and i + 1 become scores, in the first 8 columns.
+LLMOPT_INLINE void scale_integers(const Task& task, const IntegerQueries& queries, const RowTileChunk& chunk, int i,
+                                  int32_t* sums) {
+  for (int half = 0; half < 2; ++half) {
+    const int8_t* scale = reinterpret_cast<const int8_t*>(chunk.keys[i + half]) + task.head_dim;
+    for (int j = 0; j < 16; ++j, scale += task.key_row_bytes, sums += 16) {
+      uint16_t bits;
+      std::memcpy(&bits, scale, sizeof(bits));
+      const __m256i high = _mm256_load_si256(reinterpret_cast<const __m256i*>(sums));
+      const __m256i low = _mm256_load_si256(reinterpret_cast<const __m256i*>(sums + 8));
+      const __m256 sum = _mm256_cvtepi32_ps(_mm256_add_epi32(_mm256_slli_epi32(high, 7), low));
+      const __m256 factor = _mm256_mul_ps(queries.scale, _mm256_set1_ps(BFloat16::to_float(bits)));
+      _mm256_store_ps(reinterpret_cast<float*>(sums), _mm256_mul_ps(sum, factor));
+    }
+  }
+}
+
+LLMOPT_INLINE void score_integer_chunk(const Task& task, const IntegerQueries& queries, const RowTileBuffers& buffers,
+                                       const RowTileChunk& chunk, LineStream& stream, int num_rows) {
+  constexpr int kSize = 32 * kTileRows;
+  const auto finish = [&](int i) {
+    float* scores = buffers.transposed + i / 2 % 2 * kSize;
+    scale_integers(task, queries, chunk, i, reinterpret_cast<int32_t*>(scores));
+    transpose_scores(scores, num_rows, buffers.scores + i * 16);
+  };
+  int i = 0;
+  for (; i * 16 < chunk.end; i += 2) {
+    multiply_integers(task, queries.tiles, chunk, i,
+                      reinterpret_cast<int32_t*>(buffers.transposed + i / 2 % 2 * kSize));
+    stream.fetch();
+    stream.fetch();
+    if (i > 0) finish(i - 2);
+  }
+  finish(i - 2);
+}
+
 // Columns [column, column + 16 * kTiles) of the 32 keys of groups i and i + 1, in pairs of keys. Rows outside of the
 // chunk's range become zeros.
 template <int kTiles, bool kQuantized>
@@ -285,7 +386,13 @@ void attend_row_tiles(const Task& task) {
   const int num_rows = task.num_q * task.group;
   RowTileBuffers buffers;
   buffers.place(task.workspace, task.head_dim);
-  pack_query_rows(task, num_rows, buffers.query);
+  const bool has_integers = kQuantized && IntegerQueries::fit(task, num_rows);
+  std::optional<IntegerQueries> integers;
+  if (has_integers) {
+    integers.emplace(task, num_rows, buffers);
+  } else {
+    pack_query_rows(task, num_rows, buffers.query);
+  }
   start_rows(task, num_rows);
 
   const SoftmaxScale scale(task);
@@ -306,7 +413,9 @@ void attend_row_tiles(const Task& task) {
     LineStream stream;
     stream.add(*next, task);
     stream.pace((chunk->end + 15) / 16 * 2 + num_rows);
-    if (task.head_dim == 64) {
+    if (has_integers) {
+      score_integer_chunk(task, *integers, buffers, *chunk, stream, num_rows);
+    } else if (task.head_dim == 64) {
       score_chunk<2, kQuantized>(task, buffers, *chunk, stream, num_rows);
     } else if (task.head_dim == 128) {
       score_chunk<4, kQuantized>(task, buffers, *chunk, stream, num_rows);

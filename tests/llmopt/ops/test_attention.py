@@ -284,15 +284,17 @@ def test_writing_and_attending_in_8_bits_is_close_to_doing_so_in_full_precision(
     num_tokens, heads, size = 90, 2, 48
     key, value = torch.randn(2, num_tokens, heads, size).to(dtype)
     query = torch.randn(num_tokens, 4, size).to(dtype)
+    table = np.array([[4, 1, 0, 5, 2, 3]], np.int32)
+    slots = (table[0, :, None].astype(np.int64) * 16 + np.arange(16)).flatten()
     found = []
     for width, stored in ((size, dtype), (size + 2, torch.int8)):
         caches = [torch.zeros(6, heads, 16, width, dtype=stored) for _ in range(2)]
         op = PagedAttention.create(caches[:1], caches[1:], dtype=dtype, native_mode=native_mode)
         op.plan(
-            np.array([[4, 1, 0, 5, 2, 3]], np.int32),
+            table,
             np.array([num_tokens], np.int32),
             np.array([0, num_tokens], np.int32),
-            np.array([16 * b for b in (4, 1, 0, 5, 2, 3)], np.int64).repeat(16)[:num_tokens] + np.arange(num_tokens) % 16,
+            slots[:num_tokens],
         )
         op.write(0, key, value)
         found.append(op(0, query, scale=size**-0.5).double())

@@ -132,7 +132,9 @@ def read(path: Path, model: str, kv_cache: KVCache) -> Prefix:
             wanted = (len(token_ids), heads, dim)
             if stored is None or tuple(stored.shape) != wanted or stored.dtype != shape.stored_dtype:
                 found = None if stored is None else (tuple(stored.shape), stored.dtype)
-                raise PrefixFileError(f"{path}: layer {index} needs {kind}s {wanted} of {shape.stored_dtype}, found {found}.")
+                raise PrefixFileError(
+                    f"{path}: layer {index} needs {kind}s {wanted} of {shape.stored_dtype}, found {found}."
+                )
     return Prefix(metadata["name"], bytes.fromhex(metadata["salt"]), token_ids, tensors)
 
 
