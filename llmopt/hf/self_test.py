@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 # Relative error of logits that the engine may show: rounding in another order, nothing more.
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
-_QUANTIZED_TOLERANCE = 0.1  # with keys and values in 8 bits
+_QUANTIZED_TOLERANCE = 0.5  # with keys and values in 8 bits, whose loss shows most on random ids
 
 
 @torch.no_grad()
