@@ -1,7 +1,7 @@
 """Rows of the quantized KV cache in plain torch: int8 values, and behind them their scale.
 
-A row is what one token has for one head. Its n values are stored in n + 2 bytes: integers in -127..127, then a bfloat16
-scale, the row's largest magnitude / 127 rounded up. A value is integer * scale. The native op reads and writes the same.
+A row is what one token has for one head. Its n values are stored in n + 2 bytes: integers in -127..127, then a scale in
+bfloat16, the row's largest magnitude / 127 rounded up. A value is integer * scale. The native op does the same.
 """
 
 from __future__ import annotations
