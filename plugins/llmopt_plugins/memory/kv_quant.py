@@ -27,7 +27,7 @@ class KvQuant:
         promise="lossy",
         summary="keys and values in 8 bits, twice the tokens in the same pool",
         devices=("cpu",),
-        loss="mean KL to float32 per token 0.0006 (SmolLM2-135M, on English text)",
+        loss="mean KL to float32 per token 0.0006 (SmolLM2-135M), 0.011 (Qwen2.5-Coder-1.5B), on English text",
     )
 
     @hookimpl
