@@ -166,6 +166,8 @@ class InferencePipeline:
             finally:
                 self._is_stepping = False
             if self.queue.refused:
+                for request in self.queue.refused:
+                    self.allocate.free(request)  # it has no blocks, but stages may have begun something for it
                 output.finished += [r for r in self.queue.refused if r not in output.finished]
                 self.queue.refused.clear()
             if output.num_tokens:

@@ -17,7 +17,7 @@ from torch import Tensor
 from llmopt import PluginInfo, hookimpl
 from llmopt.kv_cache import KVCache
 from llmopt.request import RequestStatus
-from llmopt_plugins.memory.wrapping import Wrapping
+from llmopt_plugins.wrapping import Wrapping
 
 if TYPE_CHECKING:
     from llmopt.batch import Batch

@@ -18,10 +18,11 @@ import torch
 
 import llmopt
 from llmopt import PluginInfo, hookimpl
-from llmopt.errors import PluginUnavailableError
+from llmopt.errors import DeadlineError, PluginUnavailableError
 from llmopt.pipeline import InferencePipeline
 from llmopt.request import Request, SamplingParams
 from llmopt.testing import check_plugin, tiny_model, tiny_prompts
+from llmopt_plugins.memory.paged_kv import PagedKv
 from llmopt_plugins.scheduling.pd_separation import PdSeparation
 from llmopt_plugins.scheduling.pd_separation.process_mode import ProcessMode
 
@@ -318,6 +319,39 @@ def test_a_pool_that_holds_two_prompts_serves_many(folder: str, wanted: Any) -> 
         assert tokens(pipe, prompts) == wanted(prompts)
         assert stats(pipe)["num_handed_over"] >= 8
         assert pipe.block_pool.num_used == 0
+
+
+@pytest.mark.parametrize("is_last", [True, False])
+def test_a_request_that_was_swapped_out_comes_back_with_its_own_kv(is_last: bool, folder: str, wanted: Any) -> None:
+    paged = PagedKv(swap_bytes=10 << 20)
+    plugins = [paged, pd()] if is_last else [pd(), paged]
+    prompts = [p * 2 for p in tiny_prompts(8, seed=2, min_length=40, max_length=60)]
+    with llmopt.build(folder, plugins, block_size=16, max_model_len=160, pool_bytes=20 * 16 * 512) as pipe:
+        pipe.cost_model.copy_s = lambda num_bytes: 0.0  # type: ignore[method-assign]
+        assert tokens(pipe, prompts, max_new_tokens=36) == wanted(prompts, max_new_tokens=36)
+        assert pipe.stats()["allocate.paged_kv"]["num_swapped_in"] > 0
+        assert "allocate.pd_separation" not in pipe.stats()  # the numbers are those of paged_kv alone
+        assert pipe.block_pool.num_used == 0
+        pipe.block_pool.check()
+
+
+def test_a_prompt_that_is_refused_while_a_worker_computes_it_gives_its_blocks_back(folder: str) -> None:
+    plugins = ["prefix_cache", pd(), "request_order:deadlines=refuse"]
+    with llmopt.build(folder, plugins, block_size=16, pool_bytes=2 << 20) as pipe:
+        (worker,) = stats(pipe)["pids"]
+        os.kill(worker, signal.SIGSTOP)
+        late = pipe.submit(PROMPTS[0] * 2, deadline_s=0.5, max_new_tokens=4)
+        wait(lambda: stats(pipe)["num_handed_over"] == 1)
+        with pytest.raises(DeadlineError):
+            late.result(timeout_s=20)
+        os.kill(worker, signal.SIGCONT)
+        wait(lambda: pipe.block_pool.num_used == 0)
+        assert not pipe.registry.chains["lookup"].objects[1].index.chains  # type: ignore[attr-defined]
+
+
+def test_the_order_of_requests_still_asks_the_cache_behind_it(folder: str) -> None:
+    with llmopt.build(folder, ["prefix_cache", pd(), "request_order:policy=cached_prefix"], block_size=16) as pipe:
+        assert "no cache is listed" not in str(pipe.describe())
 
 
 @pytest.mark.parametrize("is_last", [True, False])

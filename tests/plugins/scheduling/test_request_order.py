@@ -245,6 +245,16 @@ def test_the_caller_gets_the_error_of_a_refused_request_and_others_go_on() -> No
         assert_idle(pipe)
 
 
+def test_of_refused_requests_nothing_is_kept() -> None:
+    with build_tiny(plugins=["prefix_cache", "request_order:deadlines=refuse"]) as pipe:
+        late = [{"prompt": [5 + n] * 40, "deadline_s": 1e-9} for n in range(4)]
+        outputs = pipe.batch([*late, [5] * 40], max_new_tokens=3, progress=False)
+        assert [o.finish_reason for o in outputs] == ["error"] * 4 + ["length"]
+        (cache,) = (s for s in pipe.registry.chains["lookup"].objects if hasattr(s, "index"))
+        assert not cache.index.chains
+        assert_idle(pipe)
+
+
 # -- together --------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("plugins", [
     ["request_order"], ["request_order:policy=cached_prefix,fair=true"],

@@ -19,7 +19,7 @@ from llmopt_plugins.memory.kv_offload.block_file import BlockFile, BlockFileErro
 from llmopt_plugins.memory.kv_offload.store import BlockStore
 from llmopt_plugins.memory.prefix_cache.prefix_file import fingerprint
 from llmopt_plugins.memory.prefix_cache.stages import CachedLookup
-from llmopt_plugins.memory.wrapping import Wrapping
+from llmopt_plugins.wrapping import Wrapping
 
 if TYPE_CHECKING:
     from llmopt.config import PipelineConfig

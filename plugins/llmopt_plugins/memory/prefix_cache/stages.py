@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from llmopt.request import RequestStatus
 from llmopt_plugins.memory.prefix_cache.chain import KEY_BYTES
-from llmopt_plugins.memory.wrapping import Wrapping
+from llmopt_plugins.wrapping import Wrapping
 
 if TYPE_CHECKING:
     from llmopt.batch import AcceptedTokens, Batch, StepOutput
@@ -231,7 +231,7 @@ class CachedAllocate(Wrapping):
         index = self.lookup.index
         chain = index.chains.get(request)
         if chain is not None:
-            if request.finish_reason == "error":
+            if request.finish_reason == "error" and request.block_table:  # without, it was refused before it ran
                 self._forget(chain)
             elif self.is_committing:
                 if request.num_computed_tokens >= chain.next_end:

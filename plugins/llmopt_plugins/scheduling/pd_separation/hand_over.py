@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmopt.errors import PipelineClosedError
 from llmopt_plugins.scheduling.pd_separation.keeper import Job, Keeper
+from llmopt_plugins.wrapping import Wrapping
 
 if TYPE_CHECKING:
     from llmopt.block_pool import BlockPool
@@ -54,6 +55,7 @@ class HandOver:
             and request.media is None
             and request.lockstep is None
             and request.companions is None
+            and not request.block_table  # a stage further out has brought its KV already
             and self.tried.get(request) != request.num_preemptions
             and any(keeper.is_ready for keeper in self.keepers)
         )
@@ -146,12 +148,14 @@ class HandOver:
         self.reap()
 
 
-class HandOverLookup:
+class HandOverLookup(Wrapping):
     """Find what is in the pool; have the rest of a long prompt computed by a worker, and wait for it.
 
     :param context: its outermost ``allocate`` takes the blocks.
     :param about: one line for `describe`.
     """
+
+    inner: Lookup
 
     def __init__(
         self,
@@ -161,7 +165,7 @@ class HandOverLookup:
         about: str,
         on_close: Callable[[], None],
     ) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.hand_over = hand_over
         self.context = context
         self._about, self._on_close = about, on_close
@@ -211,11 +215,13 @@ class HandOverLookup:
         self._on_close()
 
 
-class HandOverAllocate:
+class HandOverAllocate(Wrapping):
     """Allocate as before; a request that goes away takes its prompt back from the worker."""
 
+    inner: Allocate
+
     def __init__(self, inner: Allocate, hand_over: HandOver) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.hand_over = hand_over
 
     def __call__(self, request: Request, num_tokens: int) -> bool:
@@ -225,8 +231,8 @@ class HandOverAllocate:
         self.inner.free(request)
         self.hand_over.forget(request)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
+    def num_blocks_ever(self, request: Request) -> int:
+        return self.inner.num_blocks_ever(request)
 
 
 def mark_of(model: Any) -> tuple[int, int]:

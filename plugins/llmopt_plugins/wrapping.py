@@ -1,4 +1,4 @@
-"""What wrapping stages of this layer have in common."""
+"""What stages that wrap another one have in common."""
 
 from __future__ import annotations
 
