@@ -220,13 +220,15 @@ class PagedKv:
         :param pool_bytes: size of the pool; None: as configured.
         :param swap_bytes: host memory for the KV of pre-empted requests; 0: they are computed again.
         """
-        if not 0.0 <= watermark < 1.0:
+        is_number = isinstance(watermark, (int, float)) and not isinstance(watermark, bool)
+        if not is_number or not 0.0 <= watermark < 1.0:
             raise ValueError(f"watermark is a share of the pool, 0 <= watermark < 1, found {watermark!r}")
-        for name, value in (("block_size", block_size), ("pool_bytes", pool_bytes)):
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is at least 1, found {value!r}")
-        if swap_bytes < 0:
-            raise ValueError(f"swap_bytes is at least 0, found {swap_bytes!r}")
+        for name, value, least in (("block_size", block_size, 1), ("pool_bytes", pool_bytes, 1),
+                                   ("swap_bytes", swap_bytes, 0)):  # fmt: skip
+            if value is None and name != "swap_bytes":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} is a whole number, at least {least}, found {value!r}")
         self.watermark = watermark
         self.swap_bytes = swap_bytes
         self.settings = {"block_size": block_size, "pool_bytes": pool_bytes}

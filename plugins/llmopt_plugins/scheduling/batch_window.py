@@ -132,7 +132,11 @@ class BatchWindow:
         """
         if isinstance(min_batch, bool) or not isinstance(min_batch, int) or min_batch < 1:
             raise ValueError(f"min_batch is a number of requests, at least 1, found {min_batch!r}")
-        if isinstance(max_wait_ms, bool) or not isinstance(max_wait_ms, (int, float)) or not max_wait_ms >= 0:
+        if (
+            isinstance(max_wait_ms, bool)
+            or not isinstance(max_wait_ms, (int, float))
+            or not 0 <= max_wait_ms < math.inf
+        ):
             raise ValueError(f"max_wait_ms is a number of milliseconds, at least 0, found {max_wait_ms!r}")
         is_count = isinstance(backfill, int) and not isinstance(backfill, bool) and backfill >= 0
         if not is_count and backfill != "auto":

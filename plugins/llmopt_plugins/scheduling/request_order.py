@@ -9,6 +9,7 @@ Source: Y. Sheng et al., "Fairness in Serving Large Language Models", 2024 (virt
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -181,7 +182,7 @@ class RequestOrder:
         """
         if policy not in _POLICIES:
             raise ValueError(f"policy is one of {', '.join(_POLICIES)}, found {policy!r}")
-        if isinstance(ageing_s, bool) or not isinstance(ageing_s, (int, float)) or not ageing_s > 0:
+        if isinstance(ageing_s, bool) or not isinstance(ageing_s, (int, float)) or not 0 < ageing_s < math.inf:
             raise ValueError(f"ageing_s is a number of seconds above 0, found {ageing_s!r}")
         if not isinstance(fair, bool):
             raise ValueError(f"fair is True or False, found {fair!r}")

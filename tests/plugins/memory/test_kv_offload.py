@@ -307,8 +307,34 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("option", ["host_bytes", "file_bytes"])
 def test_sizes_below_one_are_refused(option: str) -> None:
-    with pytest.raises(PluginOptionError, match=f"{option} is at least 1, found 0"):
+    with pytest.raises(PluginOptionError, match=f"{option} is a whole number, at least 1, found 0"):
         llmopt.build(tiny_model(), ["prefix_cache", f"kv_offload:{option}=0"])
+
+
+@pytest.mark.parametrize(("option", "value"), [("host_bytes", 1.5), ("file_bytes", "1 GiB"), ("folder", 3)])
+def test_options_of_the_wrong_type_are_refused(option: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{option} is a .*, found"):
+        KvOffload(**{option: value})
+
+
+def test_memory_or_a_file_that_holds_no_block_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PluginOptionError, match=r"10 host_bytes, and a KV block of this model takes \d+"):
+        build(costly=False, host_bytes=10)
+    with pytest.raises(PluginOptionError, match=r"100 file_bytes, and a KV block of this model takes \d+"):
+        build(costly=False, folder=tmp_path, file_bytes=100)
+
+
+def test_a_file_that_cannot_be_written_is_left_out_and_describe_says_so(tmp_path: Path) -> None:
+    with build(costly=False, folder=tmp_path / "kv") as pipe:
+        (name,) = os.listdir(tmp_path / "kv")
+        assert pipe.notes == []
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / name).symlink_to("/dev/full")
+    with build(folder=tmp_path / "full") as pipe:
+        assert "kv_offload works without a file" in str(pipe.describe())
+        assert cached(pipe, [PREFIX]) == [0]
+        flood(pipe)
+        assert cached(pipe, [PREFIX]) > [0]  # from host memory
 
 
 def test_it_needs_the_prefix_cache() -> None:

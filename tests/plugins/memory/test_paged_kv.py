@@ -223,6 +223,13 @@ def test_a_pool_at_rest_hands_out_neighbours_again() -> None:
     assert long.block_table == list(range(10))
 
 
+@pytest.mark.parametrize("option", ["watermark", "block_size", "pool_bytes", "swap_bytes"])
+@pytest.mark.parametrize("value", ["16", True, float("nan"), [1]])
+def test_what_is_no_number_is_refused_by_its_name(option: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{option} is a .*, found"):
+        PagedKv(**{option: value})
+
+
 # -- swap space -------------------------------------------------------------------------------------------------------
 def swapping(pipe: Any, copy_s: float) -> None:
     """Make copies of KV cost this much, and computing a token a second."""

@@ -526,6 +526,21 @@ def test_without_room_a_prefix_is_not_loaded_and_nothing_changes(saved: Path) ->
         pipe.abort(made)
 
 
+def test_a_prefix_without_a_full_block_is_neither_saved_nor_loaded(tmp_path: Path) -> None:
+    cache = PrefixCache()
+    with llmopt.build(tiny_model(), [cache], block_size=4) as pipe:
+        assert cache.add("short", [5, 6, 7]) == 0
+        with pytest.raises(LlmoptError, match="'short' has 3 tokens, and only full blocks, of 4"):
+            cache.save(tmp_path / "short", "short")
+        cache.add("long", list(range(10, 18)))
+        cache.save(tmp_path / "long", "long")
+        assert pipe.block_pool.num_used == 0
+    with llmopt.build(tiny_model(), [cache], block_size=16):
+        with pytest.raises(LlmoptError, match="has 8 tokens, and only full blocks, of 16 here"):
+            cache.load(tmp_path / "long")
+        assert cache.names == []
+
+
 def test_without_a_pipeline_the_methods_say_so() -> None:
     with pytest.raises(LlmoptError, match="belongs to no pipeline"):
         PrefixCache().load("x")

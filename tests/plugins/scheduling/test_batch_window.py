@@ -173,6 +173,7 @@ def test_tokens_are_those_of_the_model_whoever_waits_for_whom(plugins: list[str]
     [
         ({"min_batch": 0}, "min_batch is a number of requests"),
         ({"max_wait_ms": -1}, "max_wait_ms is a number of milliseconds"),
+        ({"max_wait_ms": float("inf")}, "max_wait_ms is a number of milliseconds"),  # nobody would ever start
         ({"max_wait_ms": float("nan")}, "max_wait_ms is a number of milliseconds"),
         ({"backfill": "some"}, "backfill is a number of tokens"),
         ({"backfill": -3}, "backfill is a number of tokens"),

@@ -379,6 +379,8 @@ def test_a_model_without_a_source_and_bad_options_are_refused_with_what_to_do() 
         llmopt.build(tiny_model(), [pd()])
     with pytest.raises(ValueError, match="workers is a whole number"):
         pd(workers=0)
+    with pytest.raises(ValueError, match="start_timeout_s is a number of seconds"):
+        pd(start_timeout_s=float("inf"))  # no wait of threads takes it
     with pytest.raises(ValueError, match="at most 2048"):
         pd(chunk_tokens=4096)
 

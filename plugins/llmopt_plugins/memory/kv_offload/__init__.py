@@ -11,10 +11,12 @@ CachedAttention", 2024 (KV of earlier turns in host memory and on disk).
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmopt import PluginInfo, hookimpl
+from llmopt.errors import PluginOptionError
 from llmopt_plugins.memory.kv_offload.block_file import BlockFile, BlockFileError
 from llmopt_plugins.memory.kv_offload.store import BlockStore
 from llmopt_plugins.memory.prefix_cache.prefix_file import fingerprint
@@ -70,14 +72,18 @@ class KvOffload:
         requires=("prefix_cache",),
     )
 
-    def __init__(self, host_bytes: int = 1 << 30, folder: str | None = None, file_bytes: int = 4 << 30) -> None:
+    def __init__(
+        self, host_bytes: int = 1 << 30, folder: str | os.PathLike[str] | None = None, file_bytes: int = 4 << 30
+    ) -> None:
         """:param host_bytes: host memory for evicted blocks.
         :param folder: where the file is, one per model; None: there is none. One process at a time uses it.
         :param file_bytes: size of the file, at most.
         """
         for name, value in (("host_bytes", host_bytes), ("file_bytes", file_bytes)):
-            if value < 1:
-                raise ValueError(f"{name} is at least 1, found {value!r}")
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} is a whole number, at least 1, found {value!r}")
+        if folder is not None and not isinstance(folder, (str, os.PathLike)):
+            raise ValueError(f"folder is a path, found {folder!r}")
         self.host_bytes, self.folder, self.file_bytes = host_bytes, folder, file_bytes
         self._lookup: OffloadLookup | None = None
 
@@ -99,22 +105,36 @@ class KvOffload:
         if not found:
             return
         (cached,) = found
-        file = self._open(pipeline, cached.kv_cache)
+        block_bytes = pipeline.block_pool.block_size * cached.kv_cache.bytes_per_token(cached.kv_cache.shapes)
+        if self.host_bytes < block_bytes:
+            raise PluginOptionError(
+                f"kv_offload has {self.host_bytes} host_bytes, and a KV block of this model takes {block_bytes}: "
+                "nothing would be kept. Give it many times as much."
+            )
+        file = self._open(pipeline, cached.kv_cache, block_bytes)
         store = BlockStore(
             pipeline.block_pool, cached.kv_cache, cached.index, pipeline.cost_model, self.host_bytes, file
         )
         self._lookup.store = store
         cached.sources.append(store.restore)
 
-    def _open(self, pipeline: InferencePipeline, kv_cache: KVCache) -> BlockFile | None:
+    def _open(self, pipeline: InferencePipeline, kv_cache: KVCache, block_bytes: int) -> BlockFile | None:
         if self.folder is None:
             return None
         identity = fingerprint(pipeline.model, pipeline.config, kv_cache)
         size = kv_cache.block_size
-        num_bytes = size * kv_cache.bytes_per_token(kv_cache.shapes)
         path = Path(self.folder) / f"{identity}-{size}.kv"
         try:
-            return BlockFile(path, identity, size, num_bytes, self.file_bytes)
+            file = BlockFile(path, identity, size, block_bytes, self.file_bytes)
         except BlockFileError as error:
-            logger.warning("kv_offload works without a file: %s", error)
+            told = f"kv_offload works without a file: {error}"
+            logger.warning(told)
+            pipeline.notes.append(told)
             return None
+        if not file.num_slots:
+            file.close()
+            raise PluginOptionError(
+                f"kv_offload has {self.file_bytes} file_bytes, and a KV block of this model takes {block_bytes}: the "
+                "file would hold none. Give it many times as much, or no folder."
+            )
+        return file

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import struct
@@ -55,11 +56,16 @@ class BlockFile:
             os.close(self._file)
             raise BlockFileError(f"another process uses {path}. Give each process a folder of its own.") from error
         first = (_MAGIC + f"{identity} {num_ids} {num_bytes}\n".encode()).ljust(_FIRST, b"\0")
-        if os.pread(self._file, _FIRST, 0) == first:
-            self._find_records()
-        else:
-            os.ftruncate(self._file, 0)
-            os.pwrite(self._file, first, 0)
+        try:
+            if os.pread(self._file, _FIRST, 0) == first:
+                self._find_records()
+            else:
+                os.ftruncate(self._file, 0)
+                if os.pwrite(self._file, first, 0) < _FIRST:
+                    raise OSError(errno.ENOSPC, "only a part of the first page was written")
+        except OSError as error:
+            self.close()
+            raise BlockFileError(f"the file for KV blocks, {path}, cannot be written: {error}.") from error
         self._free = sorted(set(range(self.num_slots)) - set(self.slots.values()), reverse=True)
 
     def __contains__(self, digest: bytes) -> bool:

@@ -102,7 +102,7 @@ class PrefixCache:
     def add(self, name: str, prompt: Prompt, *, adapter: str | None = None, cache_salt: str | None = None) -> int:
         """Compute a prefix, if it is not there, and give it a name under which it can be saved.
 
-        Its KV is kept like that of any request, and evicted when the pool is short; `save` computes it again then.
+        Its KV is kept like that of any request, and evicted when the pool is short; `save` raises then.
 
         :param prompt: text, messages or ids, as for `InferencePipeline.batch`.
         :returns: the tokens in full blocks, which is what can be shared.
@@ -120,16 +120,19 @@ class PrefixCache:
         """Write a named prefix to a safetensors file.
 
         :raises KeyError: nothing has this name.
-        :raises LlmoptError: the pool is too busy to hold the prefix.
+        :raises LlmoptError: its KV was evicted meanwhile, or it is shorter than a block.
         """
         pipeline, lookup = self._built()
         if name not in self._names:
             raise KeyError(f"no prefix is called {name!r}; there are {', '.join(map(repr, self._names)) or 'none'}.")
         salt, ids = self._names[name]
+        size = pipeline.block_pool.block_size
+        if len(ids) < size:
+            raise LlmoptError(f"prefix {name!r} has {len(ids)} tokens, and only full blocks, of {size}, can be saved.")
         found: list[Prefix] = []
 
         def copy() -> None:
-            index, size = lookup.index, pipeline.block_pool.block_size
+            index = lookup.index
             chain = index.new_chain(salt)
             chain.extend(np.array(ids), size, index.make_key)
             keys = chain.keys
@@ -150,11 +153,17 @@ class PrefixCache:
 
         :raises PrefixFileError: the file is damaged, or belongs to another model or dtype.
         :raises FileNotFoundError: there is no such file.
-        :raises LlmoptError: the pool has too few free blocks now.
+        :raises LlmoptError: the pool has too few free blocks now, or larger ones than the prefix has tokens.
         """
         pipeline, lookup = self._built()
         prefix = read(Path(path), fingerprint(pipeline.model, pipeline.config, lookup.kv_cache), lookup.kv_cache)
         ids = [int(i) for i in prefix.token_ids]
+        size = pipeline.block_pool.block_size
+        if len(ids) < size:
+            raise LlmoptError(
+                f"prefix {prefix.name!r} has {len(ids)} tokens, and only full blocks, of {size} here, can be found. "
+                "Build with a smaller block_size."
+            )
 
         def enter() -> None:
             index, pool = lookup.index, pipeline.block_pool

@@ -231,7 +231,7 @@ class CachedAllocate(Wrapping):
         index = self.lookup.index
         chain = index.chains.get(request)
         if chain is not None:
-            if request.finish_reason == "error" and request.block_table:  # without, it was refused before it ran
+            if request.finish_reason == "error":
                 self._forget(chain)
             elif self.is_committing:
                 if request.num_computed_tokens >= chain.next_end:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 
 
@@ -32,7 +33,7 @@ class ProcessOptions:
             parse_address(self.listen)
         for name in ("timeout_s", "start_timeout_s"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
                 raise ValueError(f"{name} is a number of seconds above 0, found {value!r}")
 
     def changed(self) -> list[str]:
