@@ -390,6 +390,35 @@ def test_only_blocks_that_nobody_holds_are_evicted_and_then_not_found_any_more()
         assert_at_rest(pipe)
 
 
+def test_what_was_found_for_a_request_that_could_not_start_is_looked_up_again(plain: InferencePipeline) -> None:
+    with build(num_blocks=8, max_model_len=32) as pipe:
+        tokens(pipe, [PREFIX[:13]], max_new_tokens=1)
+        runs = request(list(range(300, 308)), "runs", max_new_tokens=12)  # 5 of 8 blocks
+        late = request(PREFIX[:13], "late", max_new_tokens=8)  # finds the other 3, and lacks 2
+        other = request(list(range(400, 409)), "other", max_new_tokens=2)  # takes them
+        for made in (runs, late, other):
+            pipe.add(made)
+        pipe.advance()
+        assert (late.num_cached_tokens, late.block_table) == (0, [])
+        assert other.block_table
+        while len(pipe.queue):
+            pipe.advance()
+        assert late.num_cached_tokens == 0
+        assert [late.output_ids] == tokens(plain, [PREFIX[:13]], max_new_tokens=8)
+        assert_at_rest(pipe)
+
+
+def test_prompts_given_as_embeddings_are_never_taken_for_each_other() -> None:
+    with build() as pipe:
+        for seed in (0, 1, 0):
+            embeds = torch.randn(1, 20, 64, generator=torch.Generator().manual_seed(seed))
+            options: dict[str, Any] = {"inputs_embeds": embeds, "max_new_tokens": 6, "do_sample": False}
+            assert torch.equal(pipe.generate(**options), pipe.model.generate(**options))
+        assert not pipe.stats()["fall_backs"]
+        assert pipe.stats()["lookup.prefix_cache"]["num_hits"] == 0
+        assert_at_rest(pipe)
+
+
 def test_long_prompts_that_come_once_do_not_drive_out_a_system_prompt() -> None:
     chooser = random.Random(1)
     with build("paged_kv", num_blocks=30, max_model_len=100) as pipe:
