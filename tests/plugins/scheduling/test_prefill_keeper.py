@@ -154,17 +154,21 @@ def test_at_most_two_chunks_are_with_the_worker(watch: Any) -> None:
 
 
 def test_a_lost_worker_is_started_again_and_its_jobs_keep_what_was_answered(watch: Any) -> None:
+    have_come = threading.Event()  # a job that comes later is not taken
+
     def dies(channel: Any) -> None:
         channel.recv()
         channel.send(Ready())
         channel.send(Done(channel.recv().number, 0.0))
-        channel.recv()  # and is gone
+        channel.recv()
+        have_come.wait(20.0)  # and is gone
 
     watched = watch(dies, good)
     watched.keeper.wait_ready(20.0)
     first, second = job(60), job(20)
-    watched.keeper.add(first)
-    watched.keeper.add(second)
+    assert watched.keeper.add(first)
+    assert watched.keeper.add(second)
+    have_come.set()
     watched.wait(lambda: first.is_over and second.is_over)
     assert first.num_done == 8
     assert first.error is not None
