@@ -32,6 +32,7 @@ at a time, in the order in which the user listed the plugins. They are never cal
   listed.
 - `llmopt_reserve` says how much memory the plugin's stages will hold, before the KV pool is sized.
 - `llmopt_kv_storage` may provide the memory of the KV pool. At most one plugin does.
+- `llmopt_hidden_states` asks for the residual stream at some layers. What all plugins want is merged.
 - `llmopt_finish` sees the finished pipeline.
 
 A hook may return None to leave things alone. It may leave out arguments that it does not use. A misspelt hook, an
@@ -65,6 +66,7 @@ def page() -> str:
             parts.append(f"### {stage}\n\n{_protocol(stage)}")
             parts += [_hook(f"llmopt_{verb}_{stage}") for verb in ("replace", "wrap")]
     parts.append("## Memory\n\n" + _hook("llmopt_reserve") + "\n" + _hook("llmopt_kv_storage"))
+    parts.append("## Hidden states\n\n" + _hook("llmopt_hidden_states"))
     parts.append("## Finish\n\n" + _hook("llmopt_finish"))
     return "\n".join(parts)
 

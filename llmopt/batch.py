@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from llmopt.request import Request
 
 NO_IDS = np.empty(0, dtype=np.int64)
@@ -62,6 +64,10 @@ class Batch:
     # where every row takes its best token, those that it may not take: ids that would end it too early
     banned_rows: np.ndarray = field(default_factory=lambda: NO_IDS)  # [K] int64, rows of the logits
     banned_ids: np.ndarray = field(default_factory=lambda: NO_IDS)  # [K] int64, perhaps outside the vocabulary
+    wants_hidden: bool = False  # `execute` is to fill in `hidden`; True while plugins asked for any
+    # residual stream at `BuildContext.hidden_layers`: [T, len(hidden_layers), hidden_size] on the model's device, in
+    # its dtype or float32; None when it was not wanted. Valid until the next forward
+    hidden: Tensor | None = None
 
     @property
     def num_requests(self) -> int:
@@ -80,6 +86,7 @@ class Batch:
             "request_ids": self.request_ids,
             "adapters": self.adapters,
             "wants_best": self.wants_best,
+            "wants_hidden": self.wants_hidden,
             "arrays": [[a.dtype.str, list(a.shape)] for a in arrays],
         }
         return b"".join([json.dumps(header).encode(), b"\n", *(a.tobytes() for a in arrays)])
@@ -100,6 +107,7 @@ class Batch:
             request_ids=header["request_ids"],
             adapters=header["adapters"],
             wants_best=header["wants_best"],
+            wants_hidden=header["wants_hidden"],
             **arrays,
         )
 

@@ -18,6 +18,7 @@ class BatchBuilder:
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
         self.may_want_best = False  # whether all that stands behind `execute` is content with `BestTokens`
+        self.wants_hidden = False  # whether plugins asked for hidden states
         self._arange = np.arange(1024, dtype=np.int64)
         self._reserve(num_requests=8, num_tokens=512, table_width=64)
         self._last: Batch | None = None  # the last batch, when all its rows were decodes
@@ -108,6 +109,7 @@ class BatchBuilder:
             wants_best=self.may_want_best and take_best,
             banned_rows=banned_rows,
             banned_ids=banned_ids,
+            wants_hidden=self.wants_hidden,
         )
         is_decode = end == size == len(logits_requests) and drafts is None
         self._last = batch if is_decode else None
@@ -151,6 +153,7 @@ class BatchBuilder:
                 block, offset = divmod(computed, block_size)
                 slot_mapping[row] = request.block_table[block] * block_size + offset
         batch.wants_best = self._last_wants_best
+        batch.wants_hidden, batch.hidden = self.wants_hidden, None
         if batch.banned_ids.size:
             self._num_banning -= 1
             if self._num_banning < 0:
@@ -175,7 +178,9 @@ class BatchBuilder:
 
     def with_drafts(self, batch: Batch, drafts: DraftTokens) -> Batch:
         """Pack a batch again with draft tokens at the end of its rows."""
-        return self.build(batch.requests, batch.num_scheduled.tolist(), drafts)
+        packed = self.build(batch.requests, batch.num_scheduled.tolist(), drafts)
+        packed.wants_hidden = batch.wants_hidden
+        return packed
 
     def _range(self, start: int, end: int) -> np.ndarray:
         if end > self._arange.size:

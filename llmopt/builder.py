@@ -12,8 +12,8 @@ from llmopt.batch_builder import BatchBuilder
 from llmopt.block_pool import BlockPool
 from llmopt.config import PipelineConfig
 from llmopt.cost_measurement import measure
-from llmopt.errors import MemoryBudgetError, ModelError, UnsupportedModelError
-from llmopt.hf.capabilities import Capabilities, inspect_model
+from llmopt.errors import MemoryBudgetError, ModelError, PluginUnavailableError, UnsupportedModelError
+from llmopt.hf.capabilities import Capabilities, inspect_model, text_config
 from llmopt.hf.generate import Generate
 from llmopt.hf.probe import probe_layers
 from llmopt.hf.self_test import self_test
@@ -162,14 +162,17 @@ class _Builder:
         )
         builder = context.batch_builder = BatchBuilder(pool.block_size)
         queue = context.queue = RequestQueue(max_num_requests)
-        stages, model, tokenizer = context.stages, context.model, context.tokenizer
+        num_layers = text_config(context.model).num_hidden_layers
+        context.hidden_layers = self.registry.hidden_layers(config, context, num_layers)
+        builder.wants_hidden = bool(context.hidden_layers)
+        stages, tokenizer = context.stages, context.tokenizer
 
         make: dict[str, Callable[[], Any]] = {
             "lookup": lambda: baseline.BaselineLookup(pool, kv, can_share=not capabilities.has_states),
             "allocate": lambda: baseline.BaselineAllocate(pool),
             "adapt": baseline.BaselineAdapt,
             "attend": lambda: baseline.BaselineAttend(kv),
-            "execute": lambda: baseline.BaselineExecute(model, capabilities, kv, stages.attend),
+            "execute": lambda: self._plain_execute(kv),
             "tokenize": lambda: baseline.BaselineTokenize(tokenizer),
             "encode_media": baseline.BaselineEncodeMedia,
             "constrain": baseline.BaselineConstrain,
@@ -198,12 +201,43 @@ class _Builder:
             if stage in make:
                 self._stage(stage, make[stage])
         builder.may_want_best = self._accepts_best()
+        self._check_hidden_states()
         pipeline.has_own_threads = any(
             getattr(made, "has_own_threads", False) for made in self.registry.chains["execute"].objects
         )
         pipeline.max_model_len, pipeline.max_num_requests = context.max_model_len, max_num_requests
         pipeline.block_pool, pipeline.kv_cache, pipeline.queue = pool, kv, queue
         pipeline.batch_builder = builder
+
+    def _plain_execute(self, kv_cache: KVCache) -> Any:
+        """The baseline's executor.
+
+        :raises PluginUnavailableError: a plugin wants hidden states, and the model does not show them.
+        """
+        context = self.context
+        assert context.capabilities is not None
+        try:
+            return baseline.BaselineExecute(
+                context.model, context.capabilities, kv_cache, context.stages.attend, context.hidden_layers
+            )
+        except UnsupportedModelError as error:
+            names = " and ".join(map(repr, self.registry.hidden_owners))
+            raise PluginUnavailableError(
+                f"plugin {names} needs hidden states of the model: {error}. Remove it from plugins=[...]."
+            ) from error
+
+    def _check_hidden_states(self) -> None:
+        """Refuse plugins that want hidden states from an executor that has none.
+
+        :raises PluginUnavailableError: names both.
+        """
+        chain = self.registry.chains["execute"]
+        if self.context.hidden_layers and not getattr(chain.objects[0], "gives_hidden", False):
+            names = " and ".join(map(repr, self.registry.hidden_owners))
+            raise PluginUnavailableError(
+                f"plugin {names} needs hidden states of the model, and the executor of plugin {chain.owners[0]!r} does "
+                "not give any. Keep one of them in plugins=[...]."
+            )
 
     def _accepts_best(self) -> bool:
         """Whether nobody behind the executor looks at logits: see `Execute` in `llmopt.stages`."""

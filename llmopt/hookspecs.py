@@ -1,5 +1,5 @@
 """The hook points, in the order of `llmopt.stages`: two for every stage; one each to load, to configure, to reserve
-memory, to provide that of the KV pool, to finish.
+memory, to provide that of the KV pool, to ask for hidden states, to finish.
 
 Hooks are called while a pipeline is built, one plugin at a time, in the order in which the user listed the plugins;
 they are never called in the step. A replacing hook returns a stage or None; at most one plugin may replace a stage. A
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import pluggy
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from typing import Any
 
     from llmopt.config import PipelineConfig
@@ -94,6 +95,21 @@ def llmopt_kv_storage(config: PipelineConfig, context: BuildContext) -> KVStorag
 
     :returns: a callable ``(shape, dtype, device) -> Tensor`` that is called for the keys and the values of every layer
         in turn, lowest layer first; or None. Its memory need not be written to: blocks are, before they are read.
+    """
+
+
+@hookspec
+def llmopt_hidden_states(config: PipelineConfig, context: BuildContext) -> Sequence[int] | None:
+    """Ask for the residual stream of the model at some layers, for a drafter or a probe.
+
+    Runs once, after the pool is sized and before the first stage of the engine is made; not for a model that the engine
+    cannot run. What all plugins asked for is merged into ``context.hidden_layers``, ascending, and `execute` fills in
+    ``batch.hidden`` ``[T, len(context.hidden_layers), hidden_size]``. Each step begins with ``batch.wants_hidden``
+    True; `propose` may switch it off when nobody needs them in this step, so a reader expects None. Tokens whose KV was
+    found instead of computed have no hidden states.
+
+    :returns: numbers of layers: ``i`` for what enters layer ``i``, the number of layers for the output of the final
+        norm; or None.
     """
 
 

@@ -63,6 +63,7 @@ class BuildContext:
     batch_builder: BatchBuilder | None = None  # before lookup
     queue: RequestQueue | None = None  # before lookup
     max_model_len: int = 0  # before lookup: longest sequence, prompt included
+    hidden_layers: tuple[int, ...] = ()  # before lookup: where plugins want hidden states, ascending
     cost_model: CostModel = field(default_factory=CostModel)  # call `wanted()` in a hook; measured after the stages
     stages: SimpleNamespace = field(default_factory=SimpleNamespace)  # stages built so far, by name
     baseline: SimpleNamespace = field(default_factory=SimpleNamespace)  # their plain forms, by name
@@ -93,6 +94,7 @@ class Registry:
         self.auto = isinstance(plugins, str) and plugins == "auto"
         self.left_out: dict[str, str] = {}  # plugins that "auto" could not use, and why
         self.chains: dict[str, StageChain] = {}
+        self.hidden_owners: list[str] = []  # plugins that asked for hidden states
         self.manager = pluggy.PluginManager(PROJECT)
         self.manager.add_hookspecs(hookspecs)
         self.plugins: list[Any] = []
@@ -327,6 +329,28 @@ class Registry:
                 "plugins=[...]."
             )
         return next(iter(found.values()), None)
+
+    def hidden_layers(self, config: PipelineConfig, context: BuildContext, num_layers: int) -> tuple[int, ...]:
+        """Where plugins want the residual stream, merged and ascending; remembers who asked in ``hidden_owners``.
+
+        :raises PluginHookError: a plugin returned something else than numbers of layers of the model.
+        """
+        merged: set[int] = set()
+        for plugin in self.plugins:
+            wanted = self._call(plugin, "llmopt_hidden_states", config=config, context=context)
+            if wanted is None:
+                continue
+            name = info_of(plugin).name
+            places = list(wanted) if isinstance(wanted, Iterable) else [wanted]
+            if not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i <= num_layers for i in places):
+                raise PluginHookError(
+                    f"plugin {name!r} returned {wanted!r} from llmopt_hidden_states; it returns numbers of layers from "
+                    f"0 to {num_layers} (the output of the final norm), or None."
+                )
+            if places:
+                self.hidden_owners.append(name)
+                merged.update(places)
+        return tuple(sorted(merged))
 
     def build_stage(self, stage: str, baseline: Any, config: PipelineConfig, context: BuildContext) -> Any:
         """Fold the plugins of one stage over its baseline and return the outermost callable.

@@ -210,6 +210,10 @@ class Execute(Protocol):
         Requests with ``media`` only come to a stage that has an attribute ``takes_media = True``, as the baseline's;
         one that cannot run such rows itself hands them to ``context.baseline.execute``, which uses the same blocks.
 
+        When the batch ``wants_hidden``, ``batch.hidden`` is filled in: the residual stream of all tokens where
+        `BuildContext.hidden_layers` says. An executor that can do so has an attribute ``gives_hidden = True``; without
+        it, plugins that ask for hidden states are refused.
+
         An executor that computes on threads of its own has an attribute ``has_own_threads = True``: `verify` then runs
         on one thread of torch, because the others would spin on the CPUs that the next step needs.
 

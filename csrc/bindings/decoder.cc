@@ -100,7 +100,7 @@ void unpack_rows(const PackedMatrix& matrix, nb::handle row_indices, uintptr_t o
 // The result of a step is None, or the best tokens and their logits.
 nb::object step(Decoder& decoder, OwningStepPlan& plan, nb::handle token_ids, nb::handle positions,
                 nb::handle logits_indices, uintptr_t logits, bool want_best, nb::handle banned_rows,
-                nb::handle banned_ids) {
+                nb::handle banned_ids, uintptr_t hidden) {
   const char* expected = "a contiguous int64 array on the CPU";
   const auto tokens = view<Array1<int64_t>>(token_ids, "token_ids", expected);
   const auto places = view<Array1<int64_t>>(positions, "positions", expected);
@@ -110,6 +110,7 @@ nb::object step(Decoder& decoder, OwningStepPlan& plan, nb::handle token_ids, nb
   inputs.positions = {places.data(), places.shape(0)};
   inputs.logits_indices = {indices.data(), indices.shape(0)};
   inputs.logits = pointer<float>(logits);
+  inputs.hidden = pointer<float>(hidden);
   if (!banned_rows.is_none() || !banned_ids.is_none()) {
     const auto rows = view<Array1<int64_t>>(banned_rows, "banned_rows", expected);
     const auto ids = view<Array1<int64_t>>(banned_ids, "banned_ids", expected);
@@ -291,7 +292,8 @@ void bind_spec(nb::module_& m) {
       .def_rw("final_norm", &DecoderSpec::final_norm)
       .def_rw("head", &DecoderSpec::head)
       .def_rw("logit_scale", &DecoderSpec::logit_scale)
-      .def_rw("logit_softcap", &DecoderSpec::logit_softcap);
+      .def_rw("logit_softcap", &DecoderSpec::logit_softcap)
+      .def_rw("hidden_layers", &DecoderSpec::hidden_layers);
   def_address(decoder, "position_embedding", &DecoderSpec::position_embedding);
 }
 
@@ -317,7 +319,7 @@ void bind_decoder(nb::module_& m) {
              std::shared_ptr<ThreadTeam> team) { new (self) Decoder(spec, caches, std::move(team)); },
           "spec"_a, "caches"_a, "team"_a)
       .def("step", &step, "plan"_a, "token_ids"_a, "positions"_a, "logits_indices"_a, "logits_address"_a = 0,
-           "want_best"_a = false, "banned_rows"_a = nb::none(), "banned_ids"_a = nb::none())
+           "want_best"_a = false, "banned_rows"_a = nb::none(), "banned_ids"_a = nb::none(), "hidden_address"_a = 0)
       .def_prop_rw("is_profiling", &Decoder::is_profiling, &Decoder::set_profiling)
       .def("profile", [](const Decoder& self) {
         nb::dict times;

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +13,9 @@ from torch import Tensor
 from llmopt.hf.attention import AttentionSwitch
 from llmopt.hf.cache import EngineCache
 from llmopt.hf.capabilities import input_device, text_config
+from llmopt.hf.hidden_states import HiddenStates
 from llmopt.hf.padded import PaddedCall, PaddedPrompt, PaddedStep
-from llmopt.hf.rows import RowStates, split_rows, take_rows
+from llmopt.hf.rows import RowStates, join_hidden, split_rows, take_rows
 from llmopt.hf.step import GatherStep, PagedStep
 
 if TYPE_CHECKING:
@@ -31,9 +32,20 @@ class HfExecute:
     recurrent states, and `llmopt.hf.padded` for prompts that are more than ids.
 
     The model is called as a whole, so that hooks of accelerate, PEFT and others keep working, and it is left as it was.
+
+    :param hidden_layers: where to take the residual stream for batches that want it; see `HiddenStates`.
     """
 
-    def __init__(self, model: PreTrainedModel, capabilities: Capabilities, kv_cache: KVCache, attend: Attend) -> None:
+    gives_hidden = True
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        capabilities: Capabilities,
+        kv_cache: KVCache,
+        attend: Attend,
+        hidden_layers: Sequence[int] = (),
+    ) -> None:
         self.model = model
         self.capabilities = capabilities
         self.step = (GatherStep if capabilities.gather else PagedStep)(kv_cache, attend)
@@ -42,6 +54,7 @@ class HfExecute:
         self.switch = AttentionSwitch(model)
         self.device = input_device(model)
         self._is_on_cpu = self.device.type == "cpu"
+        self.hidden = HiddenStates(model, hidden_layers) if hidden_layers else None
         self.states = RowStates(model, self.cache) if capabilities.layout == "rows" else None
         # a batch of decodes comes again in the next step, with new numbers in the arrays that its inputs are views of
         self._decodes: Batch | None = None
@@ -66,10 +79,13 @@ class HfExecute:
             return run(batch)
         found: list[Tensor] = []
         places: list[np.ndarray] = []
+        parts: list[tuple[list[int], Batch]] = []
         for run, rows in groups:
             part, its_places = take_rows(batch, rows)
             found.append(run(part))
             places.append(its_places)
+            parts.append((rows, part))
+        join_hidden(batch, parts)
         order = torch.from_numpy(np.argsort(np.concatenate(places)))
         return torch.cat(found)[order.to(found[0].device)]
 
@@ -132,11 +148,17 @@ class HfExecute:
         call, rows = prompts[0].call, [prompt.row for prompt in prompts]
         slots = np.full(len(call.lengths), -1)
         slots[rows] = batch.slots
-        self.padded_step.begin(batch, call.real_tokens(rows))
+        real = call.real_tokens(rows)
+        self.padded_step.begin(batch, real)
         self.cache.step = self.padded_step
         try:
             with self.states.forward(slots.tolist(), True) if self.states is not None else nullcontext():
-                logits = call.forward(self.model, self.cache)
+                if self.hidden is not None and batch.wants_hidden:
+                    with self.hidden.taking():
+                        logits = call.forward(self.model, self.cache)
+                    batch.hidden = self.hidden.result(self.device, real)
+                else:
+                    logits = call.forward(self.model, self.cache)
         finally:
             self.cache.step = self.step
         wanted = [row for row, request in zip(rows, batch.requests, strict=True) if request in batch.logits_requests]
@@ -167,7 +189,12 @@ class HfExecute:
         self.step.begin(batch)
         try:
             with self.switch(self.step):
-                output = self.model(**inputs, cache=self.cache, use_cache=True, return_dict=True)
+                if self.hidden is not None and batch.wants_hidden:
+                    with self.hidden.taking():
+                        output = self.model(**inputs, cache=self.cache, use_cache=True, return_dict=True)
+                    batch.hidden = self.hidden.result(self.device)
+                else:
+                    output = self.model(**inputs, cache=self.cache, use_cache=True, return_dict=True)
         finally:
             self.step.end()
         logits: Tensor = output.logits

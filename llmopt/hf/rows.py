@@ -175,8 +175,7 @@ def take_rows(batch: Batch, rows: list[int]) -> tuple[Batch, np.ndarray]:
     :param rows: row numbers; the part has them in this order.
     :returns: the part, and which rows of the batch's logits are its own: ``[R]`` int64.
     """
-    starts, ends = batch.cu_seqlens_q[:-1], batch.cu_seqlens_q[1:]
-    tokens = np.concatenate([np.arange(starts[r], ends[r]) for r in rows])
+    tokens = tokens_of(batch, rows)
     cu_seqlens_q = np.zeros(len(rows) + 1, dtype=np.int32)
     np.cumsum(batch.num_scheduled[rows], out=cu_seqlens_q[1:])
     token_places = np.empty(batch.num_tokens, dtype=np.int64)
@@ -200,8 +199,33 @@ def take_rows(batch: Batch, rows: list[int]) -> tuple[Batch, np.ndarray]:
         adapters=[batch.adapters[r] for r in rows] if batch.adapters else [],
         requests=[batch.requests[r] for r in rows] if batch.requests else [],
         logits_requests=[batch.logits_requests[p] for p in places] if batch.logits_requests else [],
+        wants_hidden=batch.wants_hidden,
     )
     return part, places
+
+
+def tokens_of(batch: Batch, rows: list[int]) -> np.ndarray:
+    """Which packed tokens some rows own, row after row: ``[T]`` int64."""
+    starts, ends = batch.cu_seqlens_q[:-1], batch.cu_seqlens_q[1:]
+    return np.concatenate([np.arange(starts[r], ends[r]) for r in rows])
+
+
+def join_hidden(batch: Batch, parts: list[tuple[list[int], Batch]]) -> None:
+    """Fill in a batch's hidden states from those of the parts that ran in its place.
+
+    Tokens of a part without any get zeros.
+
+    :param parts: rows of the batch, and the part that `take_rows` made of them.
+    """
+    found = [part.hidden for _, part in parts if part.hidden is not None]
+    if not batch.wants_hidden or not found:
+        return
+    is_one_dtype = all(hidden.dtype is found[0].dtype for hidden in found)
+    dtype = found[0].dtype if is_one_dtype else torch.float32
+    batch.hidden = torch.zeros((batch.num_tokens, *found[0].shape[1:]), dtype=dtype, device=found[0].device)
+    for rows, part in parts:
+        if part.hidden is not None:
+            batch.hidden[torch.from_numpy(tokens_of(batch, rows)).to(batch.hidden.device)] = part.hidden.to(dtype)
 
 
 def split_rows(batch: Batch, rows: list[int]) -> list[list[int]]:

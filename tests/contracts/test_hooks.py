@@ -27,6 +27,7 @@ ONCE = {
     "llmopt_configure": ["config"],
     "llmopt_reserve": ["config", "context"],
     "llmopt_kv_storage": ["config", "context"],
+    "llmopt_hidden_states": ["config", "context"],
     "llmopt_finish": ["pipeline"],
 }
 DOCS = Path(__file__).parents[2] / "docs"
@@ -219,6 +220,7 @@ def test_every_hook_is_called_once_while_the_pipeline_is_built_in_the_documented
     ordered = [f"llmopt_{verb}_{stage}" for stage in STAGES for verb in ("replace", "wrap")]
     ordered.insert(ordered.index("llmopt_replace_lookup"), "llmopt_reserve")
     ordered.insert(ordered.index("llmopt_replace_lookup"), "llmopt_kv_storage")
+    ordered.insert(ordered.index("llmopt_replace_lookup"), "llmopt_hidden_states")
     assert called == ["llmopt_configure", *ordered, "llmopt_finish"]
 
 

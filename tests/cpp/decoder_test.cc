@@ -304,8 +304,10 @@ Row reference_attention(const AttentionSpec& spec, const std::vector<Row>& keys,
   return out;
 }
 
-// Logits of every token of a sequence.
-std::vector<Row> reference(const DecoderSpec& spec, const std::vector<int64_t>& tokens) {
+// Logits of every token of a sequence. `hidden` gets what enters each layer, and what leaves the final norm: by token,
+// then by layer.
+std::vector<Row> reference(const DecoderSpec& spec, const std::vector<int64_t>& tokens,
+                           std::vector<std::vector<Row>>* hidden = nullptr) {
   std::vector<std::vector<Row>> keys(spec.layers.size()), values(spec.layers.size());
   std::vector<Row> all;
   for (size_t p = 0; p < tokens.size(); ++p) {
@@ -315,8 +317,10 @@ std::vector<Row> reference(const DecoderSpec& spec, const std::vector<int64_t>& 
       if (spec.position_embedding) x[i] += spec.position_embedding[p * x.size() + i];
     }
     x = normed(spec.embedding_norm, x);
+    if (hidden) hidden->emplace_back();
     for (size_t l = 0; l < spec.layers.size(); ++l) {
       const LayerSpec& layer = spec.layers[l];
+      if (hidden) hidden->back().push_back(x);
       const AttentionSpec& attention = layer.attention;
       const int q_dim = attention.num_heads * attention.head_dim, kv_dim = attention.num_kv_heads * attention.head_dim;
       Row qkv = product(attention.qkv, normed(layer.before_attention, x));
@@ -340,6 +344,7 @@ std::vector<Row> reference(const DecoderSpec& spec, const std::vector<int64_t>& 
       const Row added = normed(layer.after_mlp, made);
       for (size_t i = 0; i < x.size(); ++i) x[i] += added[i] * spec.residual_scale;
     }
+    if (hidden) hidden->back().push_back(normed(spec.final_norm, x));
     Row logits = product(spec.head, normed(spec.final_norm, x));
     for (double& logit : logits) {
       logit *= spec.logit_scale;
@@ -586,6 +591,51 @@ TEST(Decoder, ManyRowsEqualTheReferenceWhereEachThreadHasItsOwn) {
         EXPECT_LT(worst(found[r], expected), 3e-5 * (1 + spread(expected))) << name << ", request " << r;
       }
     }
+  }
+}
+
+TEST(Decoder, ShowsTheResidualStreamWhereItIsAskedFor) {
+  for (Options options : families()) {
+    SCOPED_TRACE(options.name);
+    for (const int length : {5, 300}) {  // 300: each of two threads has rows of its own
+      if (length == 300 && options.name != "llama" && options.name != "experts") continue;
+      options.num_positions = 512;
+      Model model(options);
+      model.spec.hidden_layers = options.layers == 1 ? std::vector<int>{1} : std::vector<int>{0, 1, options.layers};
+      const size_t count = model.spec.hidden_layers.size();
+      Runner runner(model, {length}, 2);
+      std::vector<std::vector<Row>> expected;
+      reference(model.spec, runner.tokens[0], &expected);
+      std::vector<float> shown;
+      for (const int part : {length - 2, 2}) {
+        runner.plan({{0, part}});
+        std::vector<float> hidden(part * count * options.hidden);
+        DecoderInputs inputs;
+        inputs.token_ids = runner.token_ids;
+        inputs.positions = runner.positions;
+        inputs.hidden = hidden.data();
+        runner.decoder->step(inputs, runner.step_plan);
+        shown.insert(shown.end(), hidden.begin(), hidden.end());
+      }
+      double error = 0;
+      for (int token = 0; token < length; ++token) {
+        for (size_t k = 0; k < count; ++k) {
+          const Row& row = expected[token][model.spec.hidden_layers[k]];
+          for (int i = 0; i < options.hidden; ++i) {
+            error = std::max(error, std::abs(row[i] - shown[(token * count + k) * options.hidden + i]));
+          }
+        }
+      }
+      EXPECT_LT(error, 1e-4 * std::max(1.0, spread(expected.back())));
+    }
+  }
+}
+
+TEST(Decoder, HiddenLayersThatDoNotExistAreRefused) {
+  for (const std::vector<int>& layers : {std::vector<int>{3}, {-1}, {1, 1}, {2, 0}}) {
+    Model model(Options{});
+    model.spec.hidden_layers = layers;
+    EXPECT_THROW(Runner(model, {1}, 1), std::invalid_argument);
   }
 }
 

@@ -100,6 +100,13 @@ void check_spec(const DecoderSpec& spec, const std::vector<LayerCache>& caches) 
   check_matrix(spec.head.weight, spec.vocab_size, spec.hidden_size, "head");
   check(!spec.position_embedding || spec.num_positions > 0, "position_embedding", "it has no positions.");
   check(spec.logit_softcap >= 0, "logit_softcap", "it is negative.");
+  for (size_t i = 0; i < spec.hidden_layers.size(); ++i) {
+    const int layer = spec.hidden_layers[i];
+    check(layer > (i > 0 ? spec.hidden_layers[i - 1] : -1) && layer <= static_cast<int>(spec.layers.size()),
+          "hidden_layers",
+          "it holds " + std::to_string(layer) + "; layers must rise, from 0 to the number of layers, " +
+              std::to_string(spec.layers.size()) + ".");
+  }
   check_norm(spec.embedding_norm, "embedding_norm");
   check_norm(spec.final_norm, "final_norm");
   for (size_t i = 0; i < spec.layers.size(); ++i) {

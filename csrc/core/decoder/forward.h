@@ -91,6 +91,8 @@ class Forward {
   void multiply_into_residual(Worker& worker, const Block& block, const LinearSpec& linear, const InputRows& input,
                               const NormSpec& after, Phase phase, const PackedMatrix* next);
   void embed(Worker& worker, const Block& block);
+  // Rows of the residual stream that enter `layer`, for those who want to see them.
+  void show_hidden(Worker& worker, int layer);
   void mlp(Worker& worker, const Block& block, const LayerSpec& layer, const PackedMatrix* next);
 
   // attend.cc

@@ -86,6 +86,7 @@ void Forward::run(Worker& worker) {
   for (int i = 0; i < num_layers; ++i) {
     const LayerSpec& layer = spec_.layers[i];
     const PackedMatrix* next = i + 1 < num_layers ? &spec_.layers[i + 1].attention.qkv.weight : nullptr;
+    show_hidden(worker, i);
     for (const Block& block : worker.blocks) project_qkv(worker, block, i);
     start_attention(worker, i);
     barrier(worker);
@@ -101,6 +102,7 @@ void Forward::run(Worker& worker) {
       moe(worker, layer);
     }
   }
+  show_hidden(worker, num_layers);
   if (has_own_blocks_) barrier(worker);
   head(worker);
 }
@@ -130,6 +132,25 @@ void Forward::embed(Worker& worker, const Block& block) {
   }
   mark(worker, Phase::kEmbedding);
   if (!block.is_own) barrier(worker);
+}
+
+// Runs between the barrier behind the layer before and the next one, so nobody writes to the residual stream meanwhile.
+void Forward::show_hidden(Worker& worker, int layer) {
+  if (!inputs_.hidden) return;
+  const auto place = std::ranges::find(spec_.hidden_layers, layer);
+  if (place == spec_.hidden_layers.end()) return;
+  const auto count = static_cast<int64_t>(spec_.hidden_layers.size()), at = place - spec_.hidden_layers.begin();
+  const int64_t hidden = spec_.hidden_size;
+  const bool is_last = layer == static_cast<int>(spec_.layers.size());
+  for (const Block& block : worker.blocks) {
+    const Range mine = share(block.rows.size(), block.part, block.parts);
+    for (int64_t row = block.rows.begin + mine.begin; row < block.rows.begin + mine.end; ++row) {
+      const float* x = residual_.data() + row * hidden;
+      float* out = inputs_.hidden + (row * count + at) * hidden;
+      if (is_last) x = norm(spec_.final_norm, x, hidden, out);
+      if (x != out) std::memcpy(out, x, hidden * sizeof(float));
+    }
+  }
 }
 
 void Forward::multiply(Worker& worker, const Block& block, const LinearSpec& linear, const InputRows& input,

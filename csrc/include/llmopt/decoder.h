@@ -25,6 +25,7 @@ struct DecoderInputs {
   // harm.
   std::span<const int64_t> banned_rows = {};  // [K] below R
   std::span<const int64_t> banned_ids = {};   // [K]
+  float* hidden = nullptr;                    // [T, hidden_layers of the spec, hidden_size], or null: not wanted
 };
 
 // The spec is checked when the decoder is made: sizes that do not fit together throw std::invalid_argument.

@@ -89,6 +89,9 @@ struct DecoderSpec {
   LinearSpec head;        // [vocab, hidden]
   float logit_scale = 1;  // logits = head(x) * logit_scale, then the cap
   float logit_softcap = 0;
+  // Where a step shows the residual stream, ascending: i for what enters layer i, the number of layers for the output
+  // of the final norm.
+  std::vector<int> hidden_layers;
 };
 
 }  // namespace llmopt

@@ -25,6 +25,8 @@ from llmopt_plugins.kernel.native.packing import (
 from llmopt_plugins.kernel.native.weight_watch import WeightWatch
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy as np
     from transformers import PreTrainedModel
 
@@ -68,7 +70,7 @@ def make_executor(
     shapes = {name: shape for name, (shape, _) in packed.matrices.items()}
     tables = [rope.tables(context.max_model_len) for rope in plan.ropes]
     team = thread_team(num_threads)
-    decoder = _Decoder(plan, packed, tables, kv_cache, team, context.max_model_len)
+    decoder = _Decoder(plan, packed, tables, kv_cache, team, context.max_model_len, context.hidden_layers)
     has_own_weights = source is None
     watch = WeightWatch(model, reads_values=has_own_weights and not context.weights_unread)
 
@@ -94,7 +96,15 @@ def make_executor(
         f"{team.size} thread{'s' if team.size > 1 else ''}"
     )
     return NativeExecute(
-        packed, decoder, core.StepPlan(), plan.vocab_size, context.baseline.execute, watch, refresh, about
+        packed,
+        decoder,
+        core.StepPlan(),
+        plan.vocab_size,
+        context.baseline.execute,
+        watch,
+        refresh,
+        about,
+        hidden_shape=(len(context.hidden_layers), plan.hidden_size),
     )
 
 
@@ -154,6 +164,7 @@ class _Decoder:
         kv_cache: KVCache,
         team: Any,
         max_model_len: int,
+        hidden_layers: Sequence[int],
     ) -> None:
         core = extension()
         self.owners = (packed, tables, kv_cache)
@@ -178,5 +189,6 @@ class _Decoder:
                     shape.is_quantized,
                 )
             )
-        self.decoder = core.Decoder(native_spec(replace(plan, layers=layers), packed, tables), caches, team)
+        spec = native_spec(replace(plan, layers=layers), packed, tables, hidden_layers)
+        self.decoder = core.Decoder(spec, caches, team)
         self.step = self.decoder.step

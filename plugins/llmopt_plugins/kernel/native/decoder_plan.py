@@ -135,10 +135,16 @@ class DecoderPlan:
         return told if experts is None else f"{told}, {experts.num_top} of {len(experts.experts)} experts"
 
 
-def native_spec(plan: DecoderPlan, packed: PackedWeights, tables: Sequence[tuple[np.ndarray, np.ndarray]]) -> Any:
+def native_spec(
+    plan: DecoderPlan,
+    packed: PackedWeights,
+    tables: Sequence[tuple[np.ndarray, np.ndarray]],
+    hidden_layers: Sequence[int] = (),
+) -> Any:
     """The extension's `DecoderSpec`. Packed weights and tables must outlive it.
 
     :param tables: cos and sin of each rotary embedding.
+    :param hidden_layers: where steps show the residual stream, as in `BuildContext.hidden_layers`.
     """
     core = extension()
     make = _Maker(core, packed)
@@ -159,6 +165,7 @@ def native_spec(plan: DecoderPlan, packed: PackedWeights, tables: Sequence[tuple
     spec.final_norm = make.norm(plan.final_norm)
     spec.head = make.linear(plan.head)
     spec.logit_scale, spec.logit_softcap = plan.logit_scale, plan.logit_softcap
+    spec.hidden_layers = list(hidden_layers)
     return spec
 
 

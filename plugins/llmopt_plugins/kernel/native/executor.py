@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from llmopt.batch import BestTokens
-from llmopt.hf.rows import take_rows
+from llmopt.hf.rows import join_hidden, take_rows
 
 if TYPE_CHECKING:
     from llmopt.batch import Batch, DraftTokens
@@ -33,9 +33,11 @@ class NativeExecute:
         uses the same blocks.
     :param refresh: packs the model's weights again; returns the reason when the decoder cannot run it any more.
     :param about: one line for `describe`.
+    :param hidden_shape: layers whose hidden states a step shows, and their size.
     """
 
     takes_media = True
+    gives_hidden = True
     has_own_threads = True
 
     def __init__(
@@ -48,6 +50,7 @@ class NativeExecute:
         watch: WeightWatch,
         refresh: Callable[[], str | None],
         about: str,
+        hidden_shape: tuple[int, int] = (0, 0),
     ) -> None:
         self.fallback = fallback
         self.watch, self.refresh = watch, refresh
@@ -58,6 +61,8 @@ class NativeExecute:
         self._decoder = decoder  # owns the memory that its steps look at
         self._plan, self._update, self._step = plan, plan.update, decoder.step
         self._logits = _logits_buffer(0, vocab_size)
+        self._hidden_shape = hidden_shape
+        self._hidden = torch.empty((0, *hidden_shape), dtype=torch.float32, device="cpu")
         self._known: set[Request] = set()  # requests of the last batch
         # a batch of decodes comes again in the next step, with new numbers in its arrays
         self._decodes: Batch | None = None
@@ -88,13 +93,25 @@ class NativeExecute:
         """One call. What is looked up and made here is paid for in every token."""
         self._counts["num_steps"] += 1
         self._update(batch.block_tables, batch.seq_lens, batch.cu_seqlens_q, batch.slot_mapping)
+        tokens = (batch.token_ids, batch.positions, batch.logits_indices)
+        hidden = self._hidden_address(batch) if batch.wants_hidden else 0
         if batch.wants_best:
-            tokens = (batch.token_ids, batch.positions, batch.logits_indices)
             if not batch.banned_ids.size:
-                return BestTokens(*self._step(self._plan, *tokens, 0, True))
-            return BestTokens(*self._step(self._plan, *tokens, 0, True, batch.banned_rows, batch.banned_ids))
-        self._step(self._plan, batch.token_ids, batch.positions, batch.logits_indices, rows.data_ptr())
+                return BestTokens(*self._step(self._plan, *tokens, 0, True, None, None, hidden))
+            return BestTokens(*self._step(self._plan, *tokens, 0, True, batch.banned_rows, batch.banned_ids, hidden))
+        self._step(self._plan, *tokens, rows.data_ptr(), False, None, None, hidden)
         return rows
+
+    def _hidden_address(self, batch: Batch) -> int:
+        """Give the batch memory for its hidden states, reused from step to step; 0 when nobody asked for any."""
+        if not self._hidden_shape[0]:
+            return 0
+        count = batch.num_tokens
+        if count > self._hidden.shape[0]:
+            with torch.inference_mode(False):
+                self._hidden = torch.empty((count, *self._hidden_shape), dtype=torch.float32, device="cpu")
+        batch.hidden = self._hidden[:count]
+        return self._hidden.data_ptr()
 
     def _make_rows(self, batch: Batch) -> Tensor:
         """Memory for the logits of a batch, reused from step to step."""
@@ -112,12 +129,15 @@ class NativeExecute:
             return self.fallback(batch, drafts)
         found: list[Tensor] = []
         places: list[np.ndarray] = []
+        parts: list[tuple[list[int], Batch]] = []
         for rows, run in ((mine, self._run_part), (others, self.fallback)):
             part, its_places = take_rows(batch, rows)
             logits = run(part, drafts)
             assert isinstance(logits, Tensor), "a part of a batch wants logits"
             found.append(logits)
             places.append(its_places)
+            parts.append((rows, part))
+        join_hidden(batch, parts)
         return torch.cat(found)[torch.from_numpy(np.argsort(np.concatenate(places)))]
 
     def _run_part(self, batch: Batch, drafts: DraftTokens | None) -> Tensor | BestTokens:
