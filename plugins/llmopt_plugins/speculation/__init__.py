@@ -1,0 +1,1 @@
+"""Layer 3: drafts, several tokens per forward."""

@@ -1,0 +1,1 @@
+"""Drafts from a small head on the target's own hidden states."""
