@@ -28,9 +28,11 @@ constexpr float kTokenLimit = 127 * 128 + 63;  // 128 * high + low
 
 LLMOPT_INLINE float inverse_step(float magnitude, float limit) { return magnitude > 1e-30f ? limit / magnitude : 0.0f; }
 
+// Zeros where v is not finite: sums of what lies in their bits could overflow. The scale says that there was one.
 LLMOPT_INLINE IntVec integers(Vec v, float inverse) {
-  const Vec shifted = v * splat(inverse) + splat(12582912.0f);  // 1.5 * 2^23: the integer lands in the low bits
-  return reinterpret_cast<IntVec>(words(shifted) - 0x4b400000u);
+  const Vec scaled = v * splat(inverse);
+  const Vec shifted = scaled + splat(12582912.0f);  // 1.5 * 2^23: the integer lands in the low bits
+  return reinterpret_cast<IntVec>(words(shifted) - 0x4b400000u) & (scaled == scaled);
 }
 
 LLMOPT_INLINE void store_bytes(IntVec q, int8_t* to) {

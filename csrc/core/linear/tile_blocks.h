@@ -132,13 +132,14 @@ LLMOPT_INLINE void multiply_any_tile_block(int row_tiles, int num_panels, const 
                                            const std::byte* panel, int64_t panel_bytes, int64_t num_tiles,
                                            bool is_first, float* sums, int64_t stride_bytes, const Fetch& fetch,
                                            Pending<Format>& pending) {
-  const auto call = [&](auto block) {
-    block(input, plane_bytes, panel, panel_bytes, num_tiles, is_first, sums, stride_bytes, fetch, pending);
+  const auto call = [&]<int kRowTiles, int kPanels>() {
+    multiply_tile_block<Format, kRowTiles, kPanels, kAhead>(input, plane_bytes, panel, panel_bytes, num_tiles, is_first,
+                                                            sums, stride_bytes, fetch, pending);
   };
   if (num_panels == 2) {
-    row_tiles == 2 ? call(multiply_tile_block<Format, 2, 2, kAhead>) : call(multiply_tile_block<Format, 1, 2, kAhead>);
+    row_tiles == 2 ? call.template operator()<2, 2>() : call.template operator()<1, 2>();
   } else {
-    row_tiles == 2 ? call(multiply_tile_block<Format, 2, 1, kAhead>) : call(multiply_tile_block<Format, 1, 1, kAhead>);
+    row_tiles == 2 ? call.template operator()<2, 1>() : call.template operator()<1, 1>();
   }
 }
 
