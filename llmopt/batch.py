@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from llmopt.request import Request
 
 NO_IDS = np.empty(0, dtype=np.int64)
+NO_MASKS = np.empty(0, dtype=np.uint64)
+MAX_DRAFTS = 64  # of one row and step: a bit of its masks each
 
 _ARRAYS = (
     "num_scheduled",
@@ -26,6 +28,7 @@ _ARRAYS = (
     "logits_indices",
     "slots",
     "num_drafts",
+    "draft_masks",
     "banned_rows",
     "banned_ids",
 )
@@ -42,6 +45,11 @@ class Batch:
         seq_lens       8, 10, 4                            KV length after this step
         logits_indices 2, 3, 7                             tokens whose logits are wanted
 
+    Drafts are the last tokens of a row. Draft ``i`` lies in place ``seq_lens[b] - num_drafts[b] + i`` of the row's KV,
+    whatever it follows. In a chain that is also its position. In a tree it stands ``depth`` behind the row's newest
+    token, and ``draft_masks`` say which drafts of the row it sees: those on the path to it, itself included. Their
+    number is its depth.
+
     Arrays are views of buffers that are reused: a batch is valid until the next one is scheduled. `to_bytes` holds
     everything that another rank needs to run the same forward; ``requests`` stays with the scheduler.
     """
@@ -57,6 +65,8 @@ class Batch:
     logits_indices: np.ndarray  # [R] int64 into the packed tokens
     slots: np.ndarray  # [B] int32, number among the running requests; row of the recurrent states
     num_drafts: np.ndarray  # [B] int32, how many of the row's last tokens are drafts
+    # [T] uint64, bit i of a draft: it sees draft i of its row; 0 for other tokens. Empty when all drafts are chains
+    draft_masks: np.ndarray = field(default_factory=lambda: NO_MASKS)
     adapters: list[str | None] = field(default_factory=list)  # [B] LoRA adapter names
     requests: list[Request] = field(default_factory=list)  # [B], on the scheduling rank only
     logits_requests: list[Request] = field(default_factory=list)  # [R], who receives each row of logits
@@ -131,10 +141,17 @@ class StepBudget:
 
 @dataclass(slots=True)
 class DraftTokens:
-    """Guesses for the next tokens, one row per request of the batch."""
+    """Guesses for the next tokens, one row per request of the batch, at most `MAX_DRAFTS` each.
+
+    Without ``parents`` each draft follows the one before it. With them a row is a tree: several guesses for the same
+    place, each with its own continuation. Guesses that follow the same token differ.
+    """
 
     token_ids: np.ndarray  # [B, num_draft] int64, -1 pads
     num_draft: np.ndarray  # [B] int32, how many of the row are real
+    # [B, num_draft] int32, what each draft follows: -1 the newest token of the request, else an earlier draft of the
+    # row by its index; None: chains. Only where `BuildContext.allows_trees`
+    parents: np.ndarray | None = None
 
 
 @dataclass(slots=True)
@@ -153,6 +170,7 @@ class AcceptedTokens:
     token_ids: list[list[int]]  # the tokens of each, in order
     finish_reasons: list[str | None]  # set where the chooser itself ended the request
     errors: dict[str, BaseException] = field(default_factory=dict)  # request id -> why it can't go on
+    paths: list[list[int]] | None = None  # the accepted drafts of each, by index; None when drafts are chains
 
 
 @dataclass(slots=True)

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from llmopt.batch import NO_IDS, Batch, DraftTokens
+from llmopt.batch import NO_IDS, NO_MASKS, Batch, DraftTokens
+from llmopt.draft_check import DraftCheck
 
 if TYPE_CHECKING:
     from llmopt.request import Request
@@ -19,6 +20,7 @@ class BatchBuilder:
         self.block_size = block_size
         self.may_want_best = False  # whether all that stands behind `execute` is content with `BestTokens`
         self.wants_hidden = False  # whether plugins asked for hidden states
+        self.draft_check = DraftCheck()  # refuses drafts that the step could not run
         self._arange = np.arange(1024, dtype=np.int64)
         self._reserve(num_requests=8, num_tokens=512, table_width=64)
         self._last: Batch | None = None  # the last batch, when all its rows were decodes
@@ -35,16 +37,18 @@ class BatchBuilder:
         self._token_ids = np.empty(num_tokens, dtype=np.int64)
         self._positions = np.empty(num_tokens, dtype=np.int64)
         self._slot_mapping = np.empty(num_tokens, dtype=np.int64)
+        self._draft_masks = np.empty(num_tokens, dtype=np.uint64)
 
     def build(self, requests: list[Request], num_scheduled: list[int], drafts: DraftTokens | None = None) -> Batch:
         """Pack ``num_scheduled[i]`` tokens of ``requests[i]``, and its drafts after them.
 
         :param num_scheduled: tokens without drafts.
+        :raises WrongResultError: the drafts do not fit the requests.
         """
         size, block_size = len(requests), self.block_size
         if drafts is None and self._last is not None and self._is_next_decode(requests, num_scheduled):
             return self._advance(self._last)
-        num_drafts = [0] * size if drafts is None else drafts.num_draft.tolist()
+        num_drafts = [0] * size if drafts is None else self.draft_check(drafts, requests, num_scheduled)
         total = sum(num_scheduled) + sum(num_drafts)
         width = max(len(r.block_table) for r in requests)
         if size > self._max_requests or total > self._max_tokens or width > self._max_width:
@@ -88,8 +92,15 @@ class BatchBuilder:
             if known == request.num_tokens:
                 logits_indices.extend(range(middle - 1, end))
                 logits_requests.extend([request] * (1 + num_draft))
+        wanted = np.array(logits_indices, dtype=np.int64)
+        draft_masks = NO_MASKS
+        if drafts is not None and drafts.parents is not None and self._plant(drafts.parents, num_drafts, end):
+            draft_masks = self._draft_masks[:end]
         take_best = all(r.takes_best and r.lockstep is None for r in logits_requests)
-        banned_rows, banned_ids = self._ban(logits_requests) if take_best else (NO_IDS, NO_IDS)
+        banned_rows, banned_ids = NO_IDS, NO_IDS
+        if take_best:
+            masks = draft_masks[wanted].tolist() if draft_masks.size else None
+            banned_rows, banned_ids = self._ban(logits_requests, masks)
         adapters = [r.adapter for r in requests]
         batch = Batch(
             request_ids=[r.request_id for r in requests],
@@ -100,9 +111,10 @@ class BatchBuilder:
             seq_lens=self._seq_lens[:size],
             block_tables=tables,
             slot_mapping=self._slot_mapping[:end],
-            logits_indices=np.array(logits_indices, dtype=np.int64),
+            logits_indices=wanted,
             slots=self._slots[:size],
             num_drafts=self._num_drafts[:size],
+            draft_masks=draft_masks,
             adapters=adapters if any(adapters) else [],
             requests=requests,
             logits_requests=logits_requests,
@@ -160,8 +172,33 @@ class BatchBuilder:
                 batch.banned_rows, batch.banned_ids = self._ban(batch.logits_requests)
         return batch
 
-    def _ban(self, requests: list[Request]) -> tuple[np.ndarray, np.ndarray]:
-        """Rows of logits, and ids that would end these rows before their minimum."""
+    def _plant(self, parents: np.ndarray, num_drafts: list[int], num_tokens: int) -> bool:
+        """Masks and positions of drafts that are trees; False when all of them are chains.
+
+        :param parents: as in `DraftTokens`, of the batch that was just packed.
+        """
+        rows = [parents[row, :count].tolist() for row, count in enumerate(num_drafts)]
+        if all(row == list(range(-1, len(row) - 1)) for row in rows):
+            return False
+        self._draft_masks[:num_tokens] = 0
+        for b, row in enumerate(rows):
+            if not row:
+                continue
+            masks: list[int] = []
+            for draft, parent in enumerate(row):
+                masks.append((masks[parent] if parent >= 0 else 0) | 1 << draft)
+            end = int(self._cu_seqlens_q[b + 1])
+            start = end - len(row)
+            newest = int(self._positions[start - 1])
+            self._draft_masks[start:end] = masks
+            self._positions[start:end] = [newest + mask.bit_count() for mask in masks]
+        return True
+
+    def _ban(self, requests: list[Request], masks: list[int] | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Rows of logits, and ids that would end these rows before their minimum.
+
+        :param masks: the draft mask of each row; None: a row assumes as many drafts as rows of its request come before.
+        """
         rows: list[int] = []
         ids: list[int] = []
         self._num_banning = 1 << 62
@@ -169,6 +206,8 @@ class BatchBuilder:
         for row, request in enumerate(requests):
             depth = depth + 1 if request is before else 0  # drafts before the token that this row chooses
             before = request
+            if masks is not None:
+                depth = masks[row].bit_count()
             missing = request.sampling.min_new_tokens - request.num_output_tokens - depth
             if missing > 0 and request.eos_token_ids:
                 rows += [row] * len(request.eos_token_ids)

@@ -12,6 +12,7 @@ from llmopt.batch_builder import BatchBuilder
 from llmopt.block_pool import BlockPool
 from llmopt.config import PipelineConfig
 from llmopt.cost_measurement import measure
+from llmopt.draft_check import DraftCheck
 from llmopt.errors import MemoryBudgetError, ModelError, PluginUnavailableError, UnsupportedModelError
 from llmopt.hf.capabilities import Capabilities, inspect_model, text_config
 from llmopt.hf.generate import Generate
@@ -161,6 +162,7 @@ class _Builder:
             capabilities.layer_shapes, pool.num_blocks, pool.block_size, self.registry.kv_storage(config, context)
         )
         builder = context.batch_builder = BatchBuilder(pool.block_size)
+        builder.draft_check = DraftCheck(config.speculation.max_num_draft, capabilities.vocab_size)
         queue = context.queue = RequestQueue(max_num_requests)
         num_layers = text_config(context.model).num_hidden_layers
         context.hidden_layers = self.registry.hidden_layers(config, context, num_layers)
@@ -198,6 +200,9 @@ class _Builder:
             "exchange": baseline.BaselineExchange,
         }
         for stage in STAGES:
+            if stage == "propose":
+                builder.draft_check.why_no_trees = self._why_no_trees()
+                context.allows_trees = builder.draft_check.why_no_trees is None
             if stage in make:
                 self._stage(stage, make[stage])
         builder.may_want_best = self._accepts_best()
@@ -244,6 +249,15 @@ class _Builder:
         chains = self.registry.chains
         behind = [*chains["execute"].objects[1:], *chains["verify"].objects]
         return all(made is self.context.baseline.verify or getattr(made, "accepts_best", False) for made in behind)
+
+    def _why_no_trees(self) -> str | None:
+        """Who would not understand drafts that are trees: see `Execute`, `Attend` and `Verify` in `llmopt.stages`."""
+        for stage, count in (("attend", None), ("execute", 1), ("verify", None)):
+            chain, plain = self.registry.chains[stage], getattr(self.context.baseline, stage)
+            for owner, made in list(zip(chain.owners, chain.objects, strict=True))[:count]:
+                if made is not plain and not getattr(made, "takes_trees", False):
+                    return f"plugin {owner!r} in stage {stage!r} does not say takes_trees = True"
+        return None
 
     def _stage(self, name: str, make: Callable[[], Any]) -> Any:
         plain = make()

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from numbers import Integral, Real
 from typing import Any
 
+from llmopt.batch import MAX_DRAFTS
 from llmopt.errors import ConfigError
 
 _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {  # annotation of a setting -> test of a value, and its name
@@ -39,7 +40,7 @@ class MemoryConfig:
 class SpeculationConfig:
     """What a drafter may propose."""
 
-    max_num_draft: int = 0  # draft tokens per request and step; the scheduler reserves KV for them
+    max_num_draft: int = 0  # draft tokens per request and step, 64 at most; the scheduler reserves KV for them
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,8 @@ class PipelineConfig:
             (self.memory.max_model_len is None or self.memory.max_model_len >= 2, "max_model_len >= 2",
              self.memory.max_model_len),
             (self.memory.kv_bits in (None, 8), "kv_bits 8 or None", self.memory.kv_bits),
-            (self.speculation.max_num_draft >= 0, "max_num_draft >= 0", self.speculation.max_num_draft),
+            (0 <= self.speculation.max_num_draft <= MAX_DRAFTS, f"0 <= max_num_draft <= {MAX_DRAFTS}",
+             self.speculation.max_num_draft),
         )  # fmt: skip
         for holds, want, found in wants:
             if not holds:

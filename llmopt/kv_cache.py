@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
 
 from llmopt.huge_pages import ask_for_huge_pages
 from llmopt.ops.quantized_rows import SCALE_BYTES, dequantize_rows
+
+if TYPE_CHECKING:
+    from llmopt.batch import AcceptedTokens, Batch
 
 KVStorage: TypeAlias = "Callable[[tuple[int, ...], torch.dtype, torch.device], Tensor]"  # makes one tensor of the pool
 
@@ -100,6 +103,39 @@ class KVCache:
         for layer in self.layers.values():
             layer.key[target] = layer.key[source]
             layer.value[target] = layer.value[source]
+
+    def keep_paths(self, batch: Batch, accepted: AcceptedTokens) -> None:
+        """Bring the KV of accepted drafts that are trees to where it belongs: one behind the other.
+
+        :param accepted: what `Verify` kept of the drafts of this batch; nothing is moved without its ``paths``.
+        """
+        sources: list[int] = []
+        targets: list[int] = []
+        row_of = {request: row for row, request in enumerate(batch.requests)}
+        for request, path in zip(accepted.requests, accepted.paths or (), strict=False):
+            if not path or path[-1] == len(path) - 1:  # they lie there already
+                continue
+            row = row_of[request]
+            end = int(batch.cu_seqlens_q[row + 1])
+            slots = batch.slot_mapping[end - int(batch.num_drafts[row]) : end].tolist()
+            moved = [(slots[draft], slots[place]) for place, draft in enumerate(path) if draft != place]
+            sources += [source for source, _ in moved]
+            targets += [target for _, target in moved]
+        if sources and sources[0] >= 0:
+            self.move(sources, targets)
+
+    def move(self, sources: list[int], targets: list[int]) -> None:
+        """Copy the KV of single tokens in every layer, in this order.
+
+        :param sources: ``block * block_size + offset`` of each token.
+        :param targets: where it goes.
+        """
+        for layer in self.layers.values():
+            for tensor in (layer.key, layer.value):
+                for source, target in zip(sources, targets, strict=True):
+                    block, offset = divmod(source, self.block_size)
+                    to_block, to_offset = divmod(target, self.block_size)
+                    tensor[to_block, :, to_offset] = tensor[block, :, offset]
 
     def gather(self, layer_index: int, block_table: list[int], num_tokens: int) -> tuple[Tensor, Tensor]:
         """Return one request's keys ``[num_key_heads, num_tokens, key_dim]`` and values, copied out of the blocks.

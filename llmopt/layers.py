@@ -20,8 +20,8 @@ STAGES: tuple[str, ...] = (
     "budget",
     "schedule",
     "commit",
-    "propose",
     "verify",
+    "propose",
     "exchange",
 )
 """Every stage, in the order in which a pipeline is built."""

@@ -138,6 +138,8 @@ class InferencePipeline:
                 accepted = self.verify(batch, drafts, logits, mask)
         else:
             accepted = self.verify(batch, drafts, logits, mask)
+        if accepted.paths is not None:
+            self.kv_cache.keep_paths(batch, accepted)
         if not self.cost_model.is_wanted:
             return self.commit(batch, accepted)
         shape = StepShape.of(batch)

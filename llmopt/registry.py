@@ -64,6 +64,7 @@ class BuildContext:
     queue: RequestQueue | None = None  # before lookup
     max_model_len: int = 0  # before lookup: longest sequence, prompt included
     hidden_layers: tuple[int, ...] = ()  # before lookup: where plugins want hidden states, ascending
+    allows_trees: bool = False  # before propose: whether drafts may be trees, see `DraftTokens`
     cost_model: CostModel = field(default_factory=CostModel)  # call `wanted()` in a hook; measured after the stages
     stages: SimpleNamespace = field(default_factory=SimpleNamespace)  # stages built so far, by name
     baseline: SimpleNamespace = field(default_factory=SimpleNamespace)  # their plain forms, by name

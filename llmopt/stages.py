@@ -178,7 +178,9 @@ class Propose(Protocol):
 
         Reads the batch and changes nothing. At most ``config.speculation.max_num_draft`` per row, and at most
         ``max_len - num_tokens - 1``; rows that do not reach their last token in this step, and rows of a lockstep
-        group, have ``num_draft == 0``. A guess may be wrong: `Verify` decides.
+        group, have ``num_draft == 0``. A guess may be wrong: `Verify` decides. What breaks these rules ends the
+        requests with an error that names the plugin. Trees (``DraftTokens.parents``) are for pipelines whose
+        ``BuildContext.allows_trees`` is set.
         """
 
 
@@ -188,10 +190,13 @@ class Verify(Protocol):
     ) -> AcceptedTokens:
         """Choose tokens from logits, and keep the drafts that the choice confirms.
 
-        A plugin's stage is given logits, never `BestTokens`, unless it has an attribute ``accepts_best = True``.
+        A plugin's stage is given logits, never `BestTokens`, unless it has an attribute ``accepts_best = True``, and
+        no drafts that are trees unless it has ``takes_trees = True``. It then says in ``AcceptedTokens.paths`` which
+        drafts it kept: their KV is brought to where it belongs before `Commit`.
 
         :param logits: ``[R, vocab]`` float32, rows in the order of ``batch.logits_indices``; a row with ``d`` drafts
-            has ``d + 1`` consecutive rows of logits. When the batch ``wants_best``, perhaps only the best of each row.
+            has ``d + 1`` consecutive rows of logits, first that of its newest token. When the batch ``wants_best``,
+            perhaps only the best of each row.
         """
 
 
@@ -217,13 +222,20 @@ class Execute(Protocol):
         An executor that computes on threads of its own has an attribute ``has_own_threads = True``: `verify` then runs
         on one thread of torch, because the others would spin on the CPUs that the next step needs.
 
+        A plugin's executor is given drafts that are trees (``batch.draft_masks``) when it has an attribute
+        ``takes_trees = True``. One that leaves attention to `Attend` and positions to the batch can say so.
+
         An executor with weights of its own may say how many bytes of them a step reads, as ``weight_bytes``, and of
         which type their products are, as ``weight_dtype`` (``"int8"``): `llmopt.roofline` asks.
         """
 
 
 class Attend(Protocol):
-    """Attention over the blocks of the pool. The executor calls `plan` once per step, then each layer."""
+    """Attention over the blocks of the pool. The executor calls `plan` once per step, then each layer.
+
+    A plugin's stage that heeds ``batch.draft_masks`` has an attribute ``takes_trees = True``. Without it nobody drafts
+    trees.
+    """
 
     def plan(self, batch: Batch) -> None:
         """Index work that is the same for all layers of this step."""

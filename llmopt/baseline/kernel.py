@@ -44,8 +44,9 @@ class BaselineAttend:
         self.why_reference = next((g.why_reference for g in self._groups if g.why_reference), None)
 
     def plan(self, batch: Batch) -> None:
+        trees = (batch.num_drafts, batch.draft_masks) if batch.draft_masks.size else ()
         for group in self._groups:
-            group.plan(batch.block_tables, batch.seq_lens, batch.cu_seqlens_q, batch.slot_mapping)
+            group.plan(batch.block_tables, batch.seq_lens, batch.cu_seqlens_q, batch.slot_mapping, *trees)
 
     def write(self, layer: LayerKV, key: Tensor, value: Tensor) -> None:
         group, number = self._place[layer.index]

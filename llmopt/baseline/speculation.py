@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,123 +27,158 @@ class BaselinePropose:
 
 
 class BaselineVerify:
-    """Sample, then match: choose every row's token as if it came alone, and keep drafts as long as they agree.
+    """Sample, then match: choose a token as if it came alone, and go on behind the draft that equals it, if any.
 
-    A draft is kept when it equals the token that is chosen in its place, so the output is what it would be without
-    drafts, greedy or sampled (the random number of a token depends on seed and position only).
+    So the output is what it would be without drafts, greedy or sampled (the random number of a token depends on seed
+    and position only). Logits of drafts that were not reached are not looked at, except where all rows are plainly
+    greedy.
     """
 
     def __call__(
         self, batch: Batch, drafts: DraftTokens | None, logits: Tensor | BestTokens, mask: LogitsMask | None
     ) -> AcceptedTokens:
         if isinstance(logits, BestTokens):
-            return self._take_best(batch, drafts, logits)
+            return _follow(batch, drafts, logits.token_ids, logits.logits)
         if mask is not None:
             logits = mask.apply(logits)
-        if drafts is None and (best := self._choose_best(batch, logits)) is not None:
-            return best
-        if drafts is None and all(r.lockstep is None for r in batch.logits_requests):
-            requests = batch.logits_requests
-            rows = [Row(r) for r in requests]
-            tokens, failed = sample(rows, logits)
-            if not failed:
-                return AcceptedTokens(requests, [[t] for t in tokens], [None] * len(tokens))
-            accepted = AcceptedTokens([], [], [])
-            self._match(rows, tokens, failed, {}, accepted)
-            return accepted
-        return self._verify_mixed(batch, drafts, logits)
+        if all(request.takes_best and request.lockstep is None for request in batch.logits_requests):
+            _ban(batch, logits)
+            return _follow(batch, drafts, *argmax(logits))
+        return self._sample(batch, drafts, logits)
 
     @staticmethod
-    def _choose_best(batch: Batch, logits: Tensor) -> AcceptedTokens | None:
-        """The short way for plain greedy rows; None when a row is anything else, or its logits are not finite."""
-        requests = batch.logits_requests
-        for request in requests:
-            if not request.takes_best or request.lockstep is not None:
-                return None
-        if batch.banned_ids.size:
-            inside = (batch.banned_ids >= 0) & (batch.banned_ids < logits.shape[-1])
-            rows, ids = (torch.from_numpy(a[inside]).to(logits.device) for a in (batch.banned_rows, batch.banned_ids))
-            with torch.inference_mode():  # logits may have been made in this mode
-                logits[rows, ids] = -math.inf
-        tokens, values = argmax(logits)
-        if not all(map(math.isfinite, values)):
-            return None
-        return AcceptedTokens(requests, [[token] for token in tokens], [None] * len(tokens))
-
-    def _take_best(self, batch: Batch, drafts: DraftTokens | None, best: BestTokens) -> AcceptedTokens:
-        """The executor has chosen: every row takes its best token."""
-        requests, tokens = batch.logits_requests, best.token_ids
-        is_finite = all(map(math.isfinite, best.logits))
-        if drafts is None and is_finite:
-            return AcceptedTokens(requests, [[token] for token in tokens], [None] * len(tokens))
-        draft_of = _drafts_of(batch, drafts)
-        rows: list[Row] = []
-        for request in requests:
-            count = len(rows[-1].drafts) + 1 if rows and rows[-1].request is request else 0
-            rows.append(Row(request, draft_of[request][:count] if count else []))
-        failed: dict[int, BaseException] = {
-            i: not_finite(requests[i], value) for i, value in enumerate(best.logits) if not math.isfinite(value)
-        }
-        accepted = AcceptedTokens([], [], [])
-        self._match(rows, tokens, failed, draft_of, accepted)
-        return accepted
-
-    def _verify_mixed(self, batch: Batch, drafts: DraftTokens | None, logits: Tensor) -> AcceptedTokens:
-        accepted = AcceptedTokens([], [], [])
-        rows: list[Row] = []
-        indices: list[int] = []
+    def _sample(batch: Batch, drafts: DraftTokens | None, logits: Tensor) -> AcceptedTokens:
+        """Token after token, each of all rows together."""
+        accepted = AcceptedTokens([], [], [], paths=_no_paths(drafts))
         groups: dict[int, Lockstep] = {}
-        draft_of = _drafts_of(batch, drafts)
-        depth: dict[Request, int] = {}
-        for index, request in enumerate(batch.logits_requests):
-            if request.lockstep is not None:
-                if request.lockstep.put(request, logits[index]):
-                    groups[id(request.lockstep)] = request.lockstep
-                continue
-            count = depth.get(request, 0)
-            depth[request] = count + 1
-            rows.append(Row(request, draft_of[request][:count] if count else []))
-            indices.append(index)
-        if rows:
-            tokens, failed = sample(rows, logits if len(rows) == logits.shape[0] else logits[indices])
-            self._match(rows, tokens, failed, draft_of, accepted)
+        walks: list[_Walk] = []
+        for row, walk in _walks(batch, drafts):
+            lockstep = walk.request.lockstep
+            if lockstep is None:
+                walks.append(walk)
+            elif lockstep.put(walk.request, logits[row]):
+                groups[id(lockstep)] = lockstep
+        open_walks = walks
+        while open_walks:
+            rows = [Row(walk.request, walk.tokens) for walk in open_walks]
+            places = [walk.row for walk in open_walks]
+            tokens, failed = sample(rows, _rows_of(logits, places))
+            for index, walk in enumerate(open_walks):
+                if index in failed:
+                    walk.fail(failed[index], accepted)
+                else:
+                    walk.take(tokens[index])
+            open_walks = [walk for walk in open_walks if not walk.is_over]
+        for walk in walks:
+            walk.deliver(accepted)
         for group in groups.values():
             chosen = group.choose()
             accepted.requests += chosen.requests
             accepted.token_ids += chosen.token_ids
             accepted.finish_reasons += chosen.finish_reasons
             accepted.errors |= chosen.errors
+            if accepted.paths is not None:
+                accepted.paths += [[] for _ in chosen.requests]
         return accepted
 
-    @staticmethod
-    def _match(
-        rows: list[Row],
-        tokens: list[int],
-        failed: dict[int, BaseException],
-        draft_of: dict[Request, list[int]],
-        accepted: AcceptedTokens,
-    ) -> None:
-        """Walk each request's rows in order and stop at the first draft that disagrees."""
-        done: Request | None = None
-        for index, (row, token) in enumerate(zip(rows, tokens, strict=True)):
-            request, depth = row.request, len(row.drafts)
-            if request is done:
-                continue
-            if index in failed:
-                if depth == 0:  # deeper rows stand on drafts; the error comes back when they are real
-                    accepted.errors[request.request_id] = failed[index]
-                done = request
-                continue
-            if depth == 0:
-                accepted.requests.append(request)
-                accepted.token_ids.append([])
-                accepted.finish_reasons.append(None)
-            accepted.token_ids[-1].append(token)
-            drafts = draft_of.get(request, [])
-            if depth >= len(drafts) or drafts[depth] != token:
-                done = request
+
+@dataclass(slots=True)
+class _Walk:
+    """The way of one request through its drafts."""
+
+    request: Request
+    first: int  # its first row of logits
+    drafts: list[int]  # their token ids
+    parents: list[int] | None  # None: a chain
+    row: int  # of the logits, where it stands
+    tokens: list[int] = field(default_factory=list)  # chosen so far
+    path: list[int] = field(default_factory=list)  # the drafts among them
+    is_over: bool = False
+
+    def take(self, token: int) -> None:
+        """Choose a token, and go on behind the draft that guessed it."""
+        self.tokens.append(token)
+        here, parents = self.row - self.first - 1, self.parents
+        for draft in range(here + 1, len(self.drafts) if parents is not None else min(here + 2, len(self.drafts))):
+            if self.drafts[draft] == token and (parents is None or parents[draft] == here):
+                self.path.append(draft)
+                self.row = self.first + 1 + draft
+                return
+        self.is_over = True
+
+    def fail(self, error: BaseException, accepted: AcceptedTokens) -> None:
+        """No token can be chosen here. Behind drafts the error comes back when they are real."""
+        if not self.tokens:
+            accepted.errors[self.request.request_id] = error
+        self.is_over = True
+
+    def deliver(self, accepted: AcceptedTokens) -> None:
+        """Say what was chosen, if anything."""
+        if self.tokens:
+            accepted.requests.append(self.request)
+            accepted.token_ids.append(self.tokens)
+            accepted.finish_reasons.append(None)
+            if accepted.paths is not None:
+                accepted.paths.append(self.path)
 
 
-def _drafts_of(batch: Batch, drafts: DraftTokens | None) -> dict[Request, list[int]]:
-    """The draft tokens of each request, pads included."""
-    return {} if drafts is None else {r: drafts.token_ids[b].tolist() for b, r in enumerate(batch.requests)}
+def _no_paths(drafts: DraftTokens | None) -> list[list[int]] | None:
+    return None if drafts is None or drafts.parents is None else []
+
+
+def _walks(batch: Batch, drafts: DraftTokens | None) -> list[tuple[int, _Walk]]:
+    """One walk per request that chooses tokens, at its first row of logits."""
+    requests = batch.logits_requests
+    if drafts is None:
+        return [(row, _Walk(request, row, [], None, row)) for row, request in enumerate(requests)]
+    ids, counts = drafts.token_ids.tolist(), drafts.num_draft.tolist()
+    parents = None if drafts.parents is None else drafts.parents.tolist()
+    walks = []
+    row = 0
+    for b, request in enumerate(batch.requests):
+        if row == len(requests):
+            break
+        if requests[row] is request:
+            count = counts[b]
+            walk = _Walk(request, row, ids[b][:count], None if parents is None else parents[b], row)
+            walks.append((row, walk))
+            row += 1 + count
+    return walks
+
+
+def _follow(batch: Batch, drafts: DraftTokens | None, tokens: list[int], values: list[float]) -> AcceptedTokens:
+    """Every row takes its best token.
+
+    :param tokens: the best of each row of logits.
+    :param values: its logit.
+    """
+    requests = batch.logits_requests
+    is_finite = all(map(math.isfinite, values))
+    if drafts is None and is_finite:
+        return AcceptedTokens(requests, [[token] for token in tokens], [None] * len(tokens))
+    accepted = AcceptedTokens([], [], [], paths=_no_paths(drafts))
+    for _, walk in _walks(batch, drafts):
+        while not walk.is_over:
+            if is_finite or math.isfinite(values[walk.row]):
+                walk.take(tokens[walk.row])
+            else:
+                walk.fail(not_finite(walk.request, values[walk.row]), accepted)
+        walk.deliver(accepted)
+    return accepted
+
+
+def _ban(batch: Batch, logits: Tensor) -> None:
+    """Forbid what would end greedy rows before their minimum, in place."""
+    if batch.banned_ids.size:
+        inside = (batch.banned_ids >= 0) & (batch.banned_ids < logits.shape[-1])
+        rows, ids = (torch.from_numpy(a[inside]).to(logits.device) for a in (batch.banned_rows, batch.banned_ids))
+        with torch.inference_mode():  # logits may have been made in this mode
+            logits[rows, ids] = -math.inf
+
+
+def _rows_of(logits: Tensor, rows: list[int]) -> Tensor:
+    """Some rows, as a view where they lie one behind the other."""
+    first, count = rows[0], len(rows)
+    if rows[-1] - first == count - 1:  # they ascend
+        return logits[first : first + count]
+    return logits[rows]

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
-from llmopt.batch import Batch
+from llmopt.batch import NO_MASKS, Batch
 from llmopt.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -196,6 +196,7 @@ def take_rows(batch: Batch, rows: list[int]) -> tuple[Batch, np.ndarray]:
         logits_indices=token_places[batch.logits_indices[places]],
         slots=batch.slots[rows],
         num_drafts=batch.num_drafts[rows],
+        draft_masks=batch.draft_masks[tokens] if batch.draft_masks.size else NO_MASKS,
         adapters=[batch.adapters[r] for r in rows] if batch.adapters else [],
         requests=[batch.requests[r] for r in rows] if batch.requests else [],
         logits_requests=[batch.logits_requests[p] for p in places] if batch.logits_requests else [],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -9,7 +11,7 @@ from torch import Tensor
 
 from llmopt.errors import UnsupportedModelError
 from llmopt.hf.attention_options import AttentionOptions
-from llmopt.ops.attention_reference import masked_attention
+from llmopt.ops.attention_reference import masked_attention, visible_keys
 
 if TYPE_CHECKING:
     from llmopt.batch import Batch
@@ -81,6 +83,9 @@ class GatherStep(PagedStep):
                        zip(batch.block_tables, batch.seq_lens.tolist(), strict=True)]  # fmt: skip
         self.seq_lens: list[int] = batch.seq_lens.tolist()
         self.query_lens: list[int] = batch.num_scheduled.tolist()
+        masks: list[int] = batch.draft_masks.tolist()
+        bounds: list[int] = batch.cu_seqlens_q.tolist()
+        self.draft_masks = [masks[start:end] for start, end in itertools.pairwise(bounds)]
 
     def update(self, key: Tensor, value: Tensor, layer_index: int) -> tuple[Tensor, Tensor]:
         self.attend.write(self.kv_cache.layers[layer_index], pack(key), pack(value))
@@ -93,20 +98,27 @@ class GatherStep(PagedStep):
     def attention(self, module: Any, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         queries = pack(query).transpose(0, 1)[None].split(self.query_lens, dim=2)  # [1, Hq, q, D] each
         keys, values = key.split(self.seq_lens, dim=2), value.split(self.seq_lens, dim=2)
-        outs = [dense_attention(q, k, v, options) for q, k, v in zip(queries, keys, values, strict=True)]
+        rows = zip(queries, keys, values, self.draft_masks, strict=True)
+        outs = [dense_attention(q, k, v, options, masks) for q, k, v, masks in rows]
         return unpack(torch.cat(outs, dim=2)[0].transpose(0, 1).contiguous(), query)
 
 
-def dense_attention(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+def dense_attention(
+    query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, draft_masks: Sequence[int] = ()
+) -> Tensor:
     """Causal attention of one row; the queries are the last of the keys' positions.
 
     :param query: ``[1, Hq, q, D]``; key ``[1, Hkv, k, D]``, value ``[1, Hkv, k, Dv]``.
+    :param draft_masks: one per query where drafts are trees: see `visible_keys`.
     :returns: ``[1, Hq, q, Dv]``.
     """
     num_queries, num_keys = query.shape[2], key.shape[2]
-    positions = torch.arange(num_keys, device=query.device)
-    distance = positions[num_keys - num_queries :, None] - positions
-    visible = distance >= 0
-    if options.sliding_window is not None:
-        visible &= distance < options.sliding_window
+    if any(draft_masks):
+        visible = visible_keys(draft_masks, num_keys, options.sliding_window or 0).to(query.device)
+    else:
+        positions = torch.arange(num_keys, device=query.device)
+        distance = positions[num_keys - num_queries :, None] - positions
+        visible = distance >= 0
+        if options.sliding_window is not None:
+            visible &= distance < options.sliding_window
     return masked_attention(query, key, value, visible, options.scale, options.softcap or 0.0, options.sinks)

@@ -27,6 +27,7 @@ __all__ = ["NativePagedAttention", "PagedAttention", "ReferencePagedAttention", 
 
 IntArray = npt.NDArray[np.int32]
 SlotArray = npt.NDArray[np.int64]
+MaskArray = npt.NDArray[np.uint64]
 
 # Steps of at most this many tokens keep a template of their output.
 MAX_TEMPLATE_TOKENS = 64
@@ -79,7 +80,13 @@ class PagedAttention(ABC):
 
     @abstractmethod
     def plan(
-        self, block_tables: IntArray, seq_lens: IntArray, cu_seqlens_q: IntArray, slot_mapping: SlotArray | None = None
+        self,
+        block_tables: IntArray,
+        seq_lens: IntArray,
+        cu_seqlens_q: IntArray,
+        slot_mapping: SlotArray | None = None,
+        num_drafts: IntArray | None = None,
+        draft_masks: MaskArray | None = None,
     ) -> None:
         """Prepare a step. The arrays are kept by reference: leave them unchanged until the step is over.
 
@@ -87,6 +94,9 @@ class PagedAttention(ABC):
         :param seq_lens: [B] int32, keys of each request, this step's tokens included.
         :param cu_seqlens_q: [B + 1] int32, starts with 0 and never falls.
         :param slot_mapping: [T] int64, place of each new token, -1 drops it; None when nothing is written.
+        :param num_drafts: [B] int32, how many of a request's last tokens are drafts; with ``draft_masks``.
+        :param draft_masks: [T] uint64, which drafts of its request each draft sees (`llmopt.batch.Batch`); None when
+            no drafts are trees.
         :raises ValueError: shapes or values that do not fit together (native op only).
         """
 
@@ -125,13 +135,20 @@ class ReferencePagedAttention(PagedAttention):
         self._device = key_caches[0].device
 
     def plan(
-        self, block_tables: IntArray, seq_lens: IntArray, cu_seqlens_q: IntArray, slot_mapping: SlotArray | None = None
+        self,
+        block_tables: IntArray,
+        seq_lens: IntArray,
+        cu_seqlens_q: IntArray,
+        slot_mapping: SlotArray | None = None,
+        num_drafts: IntArray | None = None,
+        draft_masks: MaskArray | None = None,
     ) -> None:
         # Lengths stay on the host, where they are read; tables and slots index on the device.
         self._block_tables = torch.from_numpy(block_tables).to(self._device)
         self._seq_lens = torch.from_numpy(seq_lens)
         self._cu_seqlens_q = torch.from_numpy(cu_seqlens_q)
         self._slots = None if slot_mapping is None else torch.from_numpy(slot_mapping).to(self._device)
+        self._draft_masks: list[int] = [] if draft_masks is None else draft_masks.tolist()
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
         if self._slots is None:
@@ -158,6 +175,7 @@ class ReferencePagedAttention(PagedAttention):
             sliding_window=sliding_window,
             softcap=softcap,
             sinks=sinks,
+            draft_masks=self._draft_masks,
         )
 
 
@@ -198,9 +216,15 @@ class NativePagedAttention(PagedAttention):
         self.plan = self._plan.update  # type: ignore[method-assign]  # one call less per step
 
     def plan(
-        self, block_tables: IntArray, seq_lens: IntArray, cu_seqlens_q: IntArray, slot_mapping: SlotArray | None = None
+        self,
+        block_tables: IntArray,
+        seq_lens: IntArray,
+        cu_seqlens_q: IntArray,
+        slot_mapping: SlotArray | None = None,
+        num_drafts: IntArray | None = None,
+        draft_masks: MaskArray | None = None,
     ) -> None:
-        self._plan.update(block_tables, seq_lens, cu_seqlens_q, slot_mapping)
+        self._plan.update(block_tables, seq_lens, cu_seqlens_q, slot_mapping, num_drafts, draft_masks)
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
         key_token_stride, key_head_stride, key_last_stride = key.stride()

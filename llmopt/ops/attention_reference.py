@@ -7,6 +7,7 @@ D and Dv the head sizes of key and value, S block size.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -53,6 +54,7 @@ def paged_attention(
     sliding_window: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    draft_masks: Sequence[int] = (),
 ) -> Tensor:
     """Causal attention of a packed ragged batch over its paged keys and values.
 
@@ -69,6 +71,7 @@ def paged_attention(
     :param sliding_window: a query sees that many last keys, itself included; 0 is all.
     :param softcap: scores become ``tanh(score / softcap) * softcap`` before the mask; 0 is off.
     :param sinks: [Hq], one more logit per head in the softmax denominator.
+    :param draft_masks: one per token where drafts are trees, else empty: see `visible_keys`.
     :returns: [T, Hq, Dv], dtype of the query.
     """
     head_dim_v = value_cache.shape[-1] - (SCALE_BYTES if value_cache.dtype == torch.int8 else 0)
@@ -86,7 +89,8 @@ def paged_attention(
     for requests in requests_by_q_len.values():
         rows = torch.tensor([range(starts[r], starts[r + 1]) for r in requests], device=device)  # [n, q_len]
         kv_lens = torch.tensor([lengths[r] for r in requests], device=device)  # [n]
-        group = _attend_group(query[rows], key_cache, value_cache, block_tables[requests], kv_lens, *options)
+        masks = [list(draft_masks[starts[r] : starts[r + 1]]) for r in requests] if draft_masks else None
+        group = _attend_group(query[rows], key_cache, value_cache, block_tables[requests], kv_lens, masks, *options)
         out[rows.flatten()] = group.flatten(0, 1)
     return out
 
@@ -97,6 +101,7 @@ def _attend_group(
     value_cache: Tensor,
     block_tables: Tensor,
     kv_lens: Tensor,
+    masks: list[list[int]] | None,
     scale: float,
     sliding_window: int,
     softcap: float,
@@ -126,7 +131,7 @@ def _attend_group(
 
     key, value = gather(key_cache), gather(value_cache)
     query = query.transpose(1, 2)  # [n, Hq, q_len, D]
-    plain = softcap == 0.0 and sinks is None
+    plain = softcap == 0.0 and sinks is None and masks is None
     if plain and sliding_window == 0 and q_len == max_len and int(kv_lens.min()) == max_len:
         out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
         return out.transpose(1, 2)
@@ -138,11 +143,44 @@ def _attend_group(
         visible = (k_pos <= positions) & (k_pos < kv_lens[:, None, None])
         if sliding_window:
             visible &= k_pos > positions - sliding_window
+        for row, of_row in enumerate(masks or ()):
+            if any(of_row):
+                length = int(kv_lens[row])
+                seen = visible_keys(of_row, length, sliding_window).to(device)
+                visible[row, :, :length] = seen[begin : begin + chunk]
         visible = visible[:, None]  # [n, 1, q, L]
         part = query[:, :, begin : begin + chunk]
         piece = masked_attention(part, key, value, visible, scale, softcap, sinks)
         pieces.append(piece.masked_fill(~visible.any(-1, keepdim=True), 0))
     return torch.cat(pieces, dim=2).transpose(1, 2)
+
+
+def visible_keys(masks: Sequence[int], kv_len: int, sliding_window: int = 0) -> Tensor:
+    """Which keys the queries of one request see, when its last ones are drafts that make up a tree.
+
+    :param masks: one per query; 0 for a token that is no draft, else bit ``i`` for each draft ``i`` that it sees,
+        itself included.
+    :param kv_len: keys of the request; the queries are the last of them, in their order.
+    :param sliding_window: as for `paged_attention`. Positions count: a draft stands as far behind the request's newest
+        token as there are bits in its mask.
+    :returns: bool [len(masks), kv_len].
+    """
+    num_drafts = sum(mask != 0 for mask in masks)
+    first = kv_len - num_drafts  # the first draft
+    places = torch.arange(kv_len)
+    positions = places.clone()
+    bits = torch.zeros((len(masks), kv_len), dtype=torch.bool)
+    for query, mask in enumerate(masks):
+        place = kv_len - len(masks) + query
+        if mask:
+            positions[place] = first - 1 + mask.bit_count()
+            bits[query, :first] = True
+            bits[query, [first + i for i in range(num_drafts) if mask >> i & 1]] = True
+        else:
+            bits[query, : place + 1] = True
+    if sliding_window:
+        bits &= positions > positions[kv_len - len(masks) :, None] - sliding_window
+    return bits
 
 
 def masked_attention(

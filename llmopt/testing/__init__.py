@@ -6,11 +6,13 @@
     assert_same_tokens(pipeline, model, prompts)
     assert_same_distribution(pipeline, model, prompt)
     check_plugin(MyPlugin)                 everything a plugin must keep to, in one call
+    adversaries(answers, vocab_size)       drafters that must not change a token: right, wrong, random, trees, ...
 
 Nothing here needs a network, a GPU or the compiled core. pytest is not imported.
 """
 
 from llmopt.testing.conformance import check_plugin
+from llmopt.testing.drafters import Guess, ScriptedDrafter, adversaries, draft_tokens
 from llmopt.testing.identity import assert_same_distribution, assert_same_tokens
 from llmopt.testing.report import CheckResult, PluginReport
 from llmopt.testing.scripted import ScriptedConfig, ScriptedModel, scripted_model
@@ -19,12 +21,16 @@ from llmopt.testing.tiny import TINY_KINDS, tiny_model, tiny_prompts, tiny_token
 __all__ = [
     "TINY_KINDS",
     "CheckResult",
+    "Guess",
     "PluginReport",
     "ScriptedConfig",
+    "ScriptedDrafter",
     "ScriptedModel",
+    "adversaries",
     "assert_same_distribution",
     "assert_same_tokens",
     "check_plugin",
+    "draft_tokens",
     "scripted_model",
     "tiny_model",
     "tiny_prompts",

@@ -38,6 +38,7 @@ class NativeExecute:
 
     takes_media = True
     gives_hidden = True
+    takes_trees = True
     has_own_threads = True
 
     def __init__(
@@ -92,7 +93,8 @@ class NativeExecute:
     def _run(self, batch: Batch, rows: Tensor) -> Tensor | BestTokens:
         """One call. What is looked up and made here is paid for in every token."""
         self._counts["num_steps"] += 1
-        self._update(batch.block_tables, batch.seq_lens, batch.cu_seqlens_q, batch.slot_mapping)
+        trees = (batch.num_drafts, batch.draft_masks) if batch.draft_masks.size else ()
+        self._update(batch.block_tables, batch.seq_lens, batch.cu_seqlens_q, batch.slot_mapping, *trees)
         tokens = (batch.token_ids, batch.positions, batch.logits_indices)
         hidden = self._hidden_address(batch) if batch.wants_hidden else 0
         if batch.wants_best:
