@@ -74,6 +74,8 @@ class StepPlan:
         seq_lens: npt.NDArray[np.int32],
         cu_seqlens_q: npt.NDArray[np.int32],
         slot_mapping: npt.NDArray[np.int64] | None = None,
+        num_drafts: npt.NDArray[np.int32] | None = None,
+        draft_masks: npt.NDArray[np.uint64] | None = None,
     ) -> None:
         """Take a new step. ValueError: dtype, layout or sizes do not fit."""
 
@@ -113,6 +115,17 @@ def write_kv(
     /,
 ) -> None:
     """Store new keys and values in the slots of the plan. ValueError, IndexError: sizes or slots do not fit."""
+
+class TokenMover:
+    """Moves the keys and values of single tokens to other places of a pool.
+
+    :param tensors: address, blocks, heads and bytes per row of each tensor ``[num_blocks, num_heads, block_size]``.
+        Their memory must outlive this object. ValueError: a number that is not positive.
+    """
+
+    def __init__(self, tensors: list[tuple[int, int, int, int]], block_size: int, /) -> None: ...
+    def move(self, sources: list[int], targets: list[int], /) -> None:
+        """Copy tokens in this order. ValueError, IndexError: the lists differ, or a place does not exist."""
 
 def argmax_rows(
     rows: int, num_rows: int, size: int, row_stride: int, num_threads: int, /

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
 
+from llmopt import native
 from llmopt.huge_pages import ask_for_huge_pages
 from llmopt.ops.quantized_rows import SCALE_BYTES, dequantize_rows
 
@@ -79,6 +80,7 @@ class KVCache:
         self.block_size = block_size
         self.shapes = dict(shapes)
         self.layers: dict[int, LayerKV] = {}
+        self._mover: Callable[[list[int], list[int]], None] | None = None  # made when it is needed
         make = storage or _own_memory
         with torch.inference_mode(False):  # tensors made in that mode could not be written to outside of it
             for i, s in self.shapes.items():
@@ -130,12 +132,11 @@ class KVCache:
         :param sources: ``block * block_size + offset`` of each token.
         :param targets: where it goes.
         """
-        for layer in self.layers.values():
-            for tensor in (layer.key, layer.value):
-                for source, target in zip(sources, targets, strict=True):
-                    block, offset = divmod(source, self.block_size)
-                    to_block, to_offset = divmod(target, self.block_size)
-                    tensor[to_block, :, to_offset] = tensor[block, :, offset]
+        if not self.layers:
+            return
+        if self._mover is None:
+            self._mover = _make_mover(self.layers.values(), self.block_size)
+        self._mover(sources, targets)
 
     def gather(self, layer_index: int, block_table: list[int], num_tokens: int) -> tuple[Tensor, Tensor]:
         """Return one request's keys ``[num_key_heads, num_tokens, key_dim]`` and values, copied out of the blocks.
@@ -155,3 +156,27 @@ class KVCache:
 def _own_memory(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Pages stay untouched: memory is taken as blocks are written."""
     return torch.empty(shape, dtype=dtype, device=device)
+
+
+def _make_mover(layers: Iterable[LayerKV], block_size: int) -> Callable[[list[int], list[int]], None]:
+    """What `KVCache.move` does, natively where the tensors are in this process's memory."""
+    tensors = [tensor for layer in layers for tensor in (layer.key, layer.value)]
+    core = native.core()
+    if core is not None and all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors):
+        mover = core.TokenMover(
+            [(t.data_ptr(), t.shape[0], t.shape[1], t.shape[3] * t.element_size()) for t in tensors], block_size
+        )
+
+        def move(sources: list[int], targets: list[int]) -> None:
+            assert tensors  # the mover looks at their memory
+            mover.move(sources, targets)
+
+        return move
+
+    def move_by_torch(sources: list[int], targets: list[int]) -> None:
+        places = [(divmod(s, block_size), divmod(t, block_size)) for s, t in zip(sources, targets, strict=True)]
+        for tensor in tensors:
+            for (block, offset), (to_block, to_offset) in places:
+                tensor[to_block, :, to_offset] = tensor[block, :, offset]
+
+    return move_by_torch

@@ -42,6 +42,8 @@ struct OwningStepPlan {
   Table block_tables;
   Array1<int32_t> seq_lens, cu_seqlens_q;
   Array1<int64_t> slot_mapping;
+  Array1<int32_t> num_drafts;
+  Array1<uint64_t> draft_masks;
 };
 
 // The array itself, never a converted copy: the plan looks at its memory for the whole step.

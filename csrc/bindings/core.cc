@@ -3,9 +3,11 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -15,6 +17,7 @@
 #include "llmopt/attention.h"
 #include "llmopt/isa.h"
 #include "llmopt/layer_cache.h"
+#include "llmopt/move_tokens.h"
 #include "llmopt/parallel.h"
 #include "llmopt/step_plan.h"
 
@@ -40,7 +43,7 @@ LayerCache make_layer_cache(uintptr_t key, uintptr_t value, int64_t num_blocks, 
 }
 
 void update_plan(OwningStepPlan& self, nb::handle block_tables, nb::handle seq_lens, nb::handle cu_seqlens_q,
-                 nb::handle slot_mapping) {
+                 nb::handle slot_mapping, nb::handle num_drafts, nb::handle draft_masks) {
   auto tables = view<Table>(block_tables, "block_tables", "an int32 array [B, M] on the CPU");
   auto lens = view<Array1<int32_t>>(seq_lens, "seq_lens", "a contiguous int32 array [B] on the CPU");
   auto cu = view<Array1<int32_t>>(cu_seqlens_q, "cu_seqlens_q", "a contiguous int32 array [B + 1] on the CPU");
@@ -65,7 +68,17 @@ void update_plan(OwningStepPlan& self, nb::handle block_tables, nb::handle seq_l
   inputs.max_blocks = static_cast<int64_t>(tables.shape(1));
   inputs.seq_lens = {lens.data(), lens.shape(0)};
   inputs.cu_seqlens_q = {cu.data(), cu.shape(0)};
+  Array1<int32_t> drafts;
+  Array1<uint64_t> masks;
+  if (!draft_masks.is_none()) {
+    drafts = view<Array1<int32_t>>(num_drafts, "num_drafts", "a contiguous int32 array [B] on the CPU");
+    masks = view<Array1<uint64_t>>(draft_masks, "draft_masks", "a contiguous uint64 array [T] on the CPU");
+    inputs.num_drafts = {drafts.data(), drafts.shape(0)};
+    inputs.draft_masks = {masks.data(), masks.shape(0)};
+  }
   self.plan.update(inputs);
+  self.num_drafts = std::move(drafts);
+  self.draft_masks = std::move(masks);
   self.block_tables = std::move(tables);
   self.seq_lens = std::move(lens);
   self.cu_seqlens_q = std::move(cu);
@@ -104,6 +117,24 @@ void write_to_cache(const OwningStepPlan& plan, const LayerCache& cache, int64_t
                          head_dim,
                          head_dim_v};
   run_unlocked_if_long(estimate_write_ns(args, cache), [&] { write_kv(args, cache, plan.plan, num_threads); });
+}
+
+// All tensors of a pool, so that a call brings nothing but places.
+struct TokenMover {
+  std::vector<TokenRows> rows;
+  int64_t block_size;
+};
+
+TokenMover make_mover(const std::vector<std::tuple<uintptr_t, int64_t, int64_t, int64_t>>& tensors,
+                      int64_t block_size) {
+  TokenMover mover{{}, block_size};
+  for (const auto& [address, num_blocks, num_heads, row_bytes] : tensors) {
+    if (num_blocks < 1 || num_heads < 1 || row_bytes < 1 || block_size < 1) {
+      throw nb::value_error("a tensor of the pool has no size: every number must be positive.");
+    }
+    mover.rows.push_back({pointer<std::byte>(address), num_blocks, num_heads, row_bytes});
+  }
+  return mover;
 }
 
 std::pair<std::vector<int64_t>, std::vector<float>> argmax_rows(uintptr_t rows, int64_t num_rows, int64_t size,
@@ -161,7 +192,17 @@ NB_MODULE(_core, m) {
 
   nb::class_<OwningStepPlan>(m, "StepPlan")
       .def(nb::init<>())
-      .def("update", &update_plan, "block_tables"_a, "seq_lens"_a, "cu_seqlens_q"_a, "slot_mapping"_a = nb::none());
+      .def("update", &update_plan, "block_tables"_a, "seq_lens"_a, "cu_seqlens_q"_a, "slot_mapping"_a = nb::none(),
+           "num_drafts"_a = nb::none(), "draft_masks"_a = nb::none());
+
+  nb::class_<TokenMover>(m, "TokenMover")
+      .def("__init__",
+           [](TokenMover* self, const std::vector<std::tuple<uintptr_t, int64_t, int64_t, int64_t>>& tensors,
+              int64_t block_size) { new (self) TokenMover(make_mover(tensors, block_size)); })
+      .def("move",
+           [](const TokenMover& self, const std::vector<int64_t>& sources, const std::vector<int64_t>& targets) {
+             move_tokens(self.rows, self.block_size, sources, targets);
+           });
 
   bind_block_pool(m);
   bind_decoder(m);

@@ -1,6 +1,7 @@
 #include "llmopt/step_plan.h"
 
 #include <algorithm>
+#include <bit>
 #include <stdexcept>
 #include <string>
 
@@ -26,6 +27,33 @@ double item_cost(const WorkShape& shape, int rows, int keys) {
   return kOverheadNs + elements * shape.item_size / kBytesPerNs + elements * rows / kMacsPerNs;
 }
 
+void check_drafts(const StepInputs& inputs) {
+  const auto& cu = inputs.cu_seqlens_q;
+  if (inputs.draft_masks.empty()) return;
+  if (inputs.num_drafts.size() != inputs.seq_lens.size() ||
+      inputs.draft_masks.size() != static_cast<size_t>(cu.back())) {
+    refuse("draft_masks has " + std::to_string(inputs.draft_masks.size()) + " entries and num_drafts " +
+           std::to_string(inputs.num_drafts.size()) + "; there is one of each per token, " + std::to_string(cu.back()) +
+           ", and per request, " + std::to_string(inputs.seq_lens.size()) + ".");
+  }
+  for (size_t b = 0; b < inputs.seq_lens.size(); ++b) {
+    const int q_len = cu[b + 1] - cu[b], count = inputs.num_drafts[b];
+    if (count < 0 || count > kMaxDrafts || (count > 0 && count >= q_len) || count > inputs.seq_lens[b]) {
+      refuse("request " + std::to_string(b) + " has " + std::to_string(count) + " drafts among " +
+             std::to_string(q_len) + " tokens; there are at most " + std::to_string(kMaxDrafts) +
+             ", behind a token that is none.");
+    }
+    for (int q = 0; q < q_len; ++q) {
+      const uint64_t mask = inputs.draft_masks[cu[b] + q];
+      const int draft = q - (q_len - count);
+      if (draft < 0 ? mask != 0 : static_cast<int>(std::bit_width(mask)) != draft + 1) {
+        refuse("draft_masks[" + std::to_string(cu[b] + q) + "] is " + std::to_string(mask) +
+               "; the last bit of a draft is its own, other tokens have none.");
+      }
+    }
+  }
+}
+
 }  // namespace
 
 void StepPlan::update(const StepInputs& inputs) {
@@ -45,9 +73,25 @@ void StepPlan::update(const StepInputs& inputs) {
       refuse("seq_lens is " + std::to_string(inputs.seq_lens[b]) + " at request " + std::to_string(b) + ".");
     }
   }
+  check_drafts(inputs);
   inputs_ = inputs;
   num_tokens_ = cu.back();
   num_lists_ = 0;
+}
+
+// The earliest position among some queries of a request; those of drafts need not ascend.
+int StepPlan::first_position(int request, int q_begin, int num_q) const {
+  const int kv_len = inputs_.seq_lens[request];
+  const int start = inputs_.cu_seqlens_q[request];
+  const int q_len = inputs_.cu_seqlens_q[request + 1] - start;
+  int first = kv_len - q_len + q_begin;
+  if (inputs_.draft_masks.empty()) return first;
+  const int newest = kv_len - inputs_.num_drafts[request] - 1;
+  for (int q = q_begin; q < q_begin + num_q; ++q) {
+    const uint64_t mask = inputs_.draft_masks[start + q];
+    if (mask != 0) first = std::min(first, newest + std::popcount(mask));
+  }
+  return first;
 }
 
 const WorkList& StepPlan::work(const WorkShape& shape) {
@@ -105,11 +149,10 @@ void StepPlan::fill(WorkList& list) const {
     for (int q = 0; q < q_len; q += even_tile) {
       const int num_q = std::min(even_tile, q_len - q);
       const int rows = num_q * shape.group;
-      // Query i of the request stands at position kv_len - q_len + i. Negative: before the first key, sees nothing.
-      const int first_position = kv_len - q_len + q;
-      const int key_end = std::max(0, first_position + num_q);
+      // Query i of the request lies at key kv_len - q_len + i. Negative: before the first key, sees nothing.
+      const int key_end = std::max(0, kv_len - q_len + q + num_q);
       const int key_begin =
-          shape.sliding_window > 0 ? std::clamp(first_position - shape.sliding_window + 1, 0, key_end) : 0;
+          shape.sliding_window > 0 ? std::clamp(first_position(b, q, num_q) - shape.sliding_window + 1, 0, key_end) : 0;
       const int num_keys = key_end - key_begin;
       int part_keys = std::max(1, num_keys);
       if (few_rows) {

@@ -28,6 +28,7 @@ struct Sizes {
   int window = 0;
   float softcap = 0;
   bool sinks = false;
+  std::vector<int> num_drafts = {};  // of each request: random trees; empty: none
 };
 
 uint16_t to_bfloat16(float x) {
@@ -86,6 +87,7 @@ struct Problem {
   DType dtype;
   int num_heads, num_tokens, num_blocks = 0, max_blocks = 0;
   std::vector<int32_t> block_tables, seq_lens, cu_seqlens_q{0};
+  std::vector<uint64_t> draft_masks;  // [num_tokens], empty without drafts
   std::vector<float> sinks;
   std::unique_ptr<Buffer> key_cache, value_cache, query, out;
   std::unique_ptr<char[]> key_rows, value_rows;  // the caches in 8 bits; null: they are not quantized
@@ -105,6 +107,14 @@ struct Problem {
     }
     num_blocks = std::max(1, num_blocks);
     num_tokens = cu_seqlens_q.back();
+    if (!s.num_drafts.empty()) draft_masks.assign(num_tokens, 0);
+    for (size_t b = 0; b < s.num_drafts.size(); ++b) {
+      uint64_t* masks = draft_masks.data() + cu_seqlens_q[b + 1] - s.num_drafts[b];
+      for (int i = 0; i < s.num_drafts[b]; ++i) {
+        const int parent = static_cast<int>(random() % (i + 1)) - 1;
+        masks[i] = (parent < 0 ? 0 : masks[parent]) | uint64_t{1} << i;
+      }
+    }
     scale = 1 / std::sqrt(static_cast<float>(s.head_dim));
     const size_t rows = static_cast<size_t>(num_blocks) * s.num_kv_heads * s.block_size;
     key_cache = std::make_unique<Buffer>(dtype, rows * s.head_dim, kNan);
@@ -186,7 +196,25 @@ struct Problem {
     inputs.block_table_stride = inputs.max_blocks = max_blocks;
     inputs.seq_lens = seq_lens;
     inputs.cu_seqlens_q = cu_seqlens_q;
+    inputs.draft_masks = draft_masks;
+    inputs.num_drafts = sizes.num_drafts;
     return inputs;
+  }
+
+  uint64_t mask_of(size_t b, int place) const {
+    const int q = place - (sizes.kv_lens[b] - sizes.q_lens[b]);
+    return draft_masks.empty() || q < 0 ? 0 : draft_masks[cu_seqlens_q[b] + q];
+  }
+  int first_draft(size_t b) const { return sizes.kv_lens[b] - (sizes.num_drafts.empty() ? 0 : sizes.num_drafts[b]); }
+  // Where the token in this place of the cache stands in its sequence.
+  int position_of(size_t b, int place) const {
+    const uint64_t mask = mask_of(b, place);
+    return mask ? first_draft(b) - 1 + __builtin_popcountll(mask) : place;
+  }
+  bool sees(size_t b, int place, int key) const {
+    if (key > place) return false;
+    if (sizes.window && position_of(b, key) <= position_of(b, place) - sizes.window) return false;
+    return key < first_draft(b) || (mask_of(b, place) >> (key - first_draft(b)) & 1);
   }
 
   // The query lies head by head, as transposed views do.
@@ -206,12 +234,15 @@ struct Problem {
 
   std::vector<double> expected(size_t b, int q, int h) const {
     const Sizes& s = sizes;
-    const int position = s.kv_lens[b] - s.q_lens[b] + q;
-    const int first = s.window ? std::max(0, position - s.window + 1) : 0;
+    const int place = s.kv_lens[b] - s.q_lens[b] + q;
+    std::vector<int> keys;
+    for (int k = 0; k <= place; ++k) {
+      if (sees(b, place, k)) keys.push_back(k);
+    }
     const size_t token = cu_seqlens_q[b] + q;
     std::vector<double> scores, sum(s.head_dim_v);
     double top = s.sinks ? sinks[h] : -std::numeric_limits<double>::infinity();
-    for (int k = first; k <= position; ++k) {
+    for (const int k : keys) {
       double score = 0;
       for (int d = 0; d < s.head_dim; ++d) {
         score += static_cast<double>(query->get((static_cast<size_t>(h) * num_tokens + token) * s.head_dim + d)) *
@@ -226,7 +257,7 @@ struct Problem {
     for (double score : scores) denominator += std::exp(score - top);
     for (size_t i = 0; i < scores.size(); ++i) {
       const double p = std::exp(scores[i] - top) / denominator;
-      const size_t row = cache_row(b, h / s.group, first + static_cast<int>(i));
+      const size_t row = cache_row(b, h / s.group, keys[i]);
       for (int d = 0; d < s.head_dim_v; ++d) sum[d] += p * value_cache->get(row * s.head_dim_v + d);
     }
     return sum;
@@ -311,6 +342,60 @@ TEST_P(Attention, SmallChunksOfLongPrompts) {
     s.window = window;
     Problem(s, GetParam(), window).run_and_compare();
   }
+}
+
+// Few rows and many, drafts across the ends of tiles and of parts, behind a chunk of a prompt, and rows without any.
+TEST_P(Attention, DraftsOfATreeSeeTheContextAndTheirPathAlone) {
+  unsigned seed = 0;
+  for (int group : {1, 3}) {
+    for (int window : {0, 1, 4, 40}) {
+      Sizes s{{2, 3, 5, 17, 17, 65, 1, 30, 17, 12}, {2, 40, 17, 140, 530, 1060, 90, 30, 17, 530}};
+      s.num_drafts = {1, 2, 4, 16, 16, 64, 0, 9, 16, 0};
+      s.group = group;
+      s.window = window;
+      s.softcap = window == 40 ? 3 : 0;
+      s.head_dim = s.head_dim_v = 32;
+      Problem(s, GetParam(), ++seed).run_and_compare();
+    }
+  }
+}
+
+TEST_P(Attention, DraftsOfATreeWithOddSizesAndSinks) {
+  unsigned seed = 0;
+  for (auto [d, dv] : std::vector<std::pair<int, int>>{{5, 3}, {80, 80}, {128, 96}}) {
+    for (int block_size : {1, 5, 32}) {
+      Sizes s{{6, 9, 33, 64}, {9, 260, 40, 300}};
+      s.num_drafts = {5, 8, 30, 63};
+      s.head_dim = d;
+      s.head_dim_v = dv;
+      s.block_size = block_size;
+      s.sinks = true;
+      s.window = block_size == 5 ? 6 : 0;
+      Problem(s, GetParam(), ++seed).run_and_compare();
+    }
+  }
+}
+
+TEST_P(Attention, ChainsSaidAsTreesAreChains) {
+  Sizes s{{5, 17, 40, 1}, {60, 300, 1050, 9}};
+  Problem chains(s, GetParam(), 1);
+  chains.run_and_compare();
+  s.num_drafts = {4, 16, 39, 0};
+  Problem trees(s, GetParam(), 1);
+  for (size_t b = 0; b < s.q_lens.size(); ++b) {
+    for (int i = 0; i < s.num_drafts[b]; ++i) {
+      trees.draft_masks[trees.cu_seqlens_q[b + 1] - s.num_drafts[b] + i] = (uint64_t{2} << i) - 1;
+    }
+  }
+  trees.run_and_compare();
+}
+
+TEST_P(Attention, ScaleZeroIsTheMeanOfThePathToo) {
+  Sizes s{{5, 17, 40}, {60, 300, 1050}};
+  s.num_drafts = {4, 16, 39};
+  Problem problem(s, GetParam(), 1);
+  problem.scale = 0;
+  problem.run_and_compare();
 }
 
 TEST_P(Attention, RowsBeforeTheFirstKeyGiveZeros) {

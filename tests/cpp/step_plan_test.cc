@@ -142,5 +142,24 @@ TEST(StepPlan, ATableTooShortForTheKeysIsRefused) {
             "request 0 has 33 keys, but its block table of 2 blocks holds 32.");
 }
 
+TEST(StepPlan, MasksThatAreNoTreesAreRefused) {
+  const Step step({1, 4}, {9, 20});
+  const auto refusal = [&](std::vector<int32_t> num_drafts, std::vector<uint64_t> masks) {
+    StepInputs inputs = step.inputs();
+    inputs.num_drafts = num_drafts;
+    inputs.draft_masks = masks;
+    StepPlan plan;
+    return message_of<std::invalid_argument>([&] { plan.update(inputs); });
+  };
+  EXPECT_EQ(refusal({0, 3}, {0, 0, 1, 3, 5}), "nothing was thrown");
+  EXPECT_NE(refusal({0, 3}, {0, 0, 1, 3, 1}).find("draft_masks[4] is 1"), std::string::npos);
+  EXPECT_NE(refusal({0, 3}, {0, 1, 1, 3, 5}).find("draft_masks[1] is 1"), std::string::npos);
+  EXPECT_NE(refusal({0, 3}, {0, 0, 1, 3, 13}).find("draft_masks[4] is 13"), std::string::npos);
+  EXPECT_NE(refusal({0, 4}, {0, 1, 3, 5, 9}).find("request 1 has 4 drafts among 4 tokens"), std::string::npos);
+  EXPECT_NE(refusal({1, 3}, {0, 0, 1, 3, 5}).find("request 0 has 1 drafts"), std::string::npos);
+  EXPECT_NE(refusal({0, 3}, {0, 0, 1, 3}).find("draft_masks has 4 entries"), std::string::npos);
+  EXPECT_NE(refusal({3}, {0, 0, 1, 3, 5}).find("num_drafts 1"), std::string::npos);
+}
+
 }  // namespace
 }  // namespace llmopt

@@ -268,6 +268,9 @@ class AttentionCall::Impl {
                  (token * args.query_token_stride + head * group() * args.query_head_stride) * size;
     task.num_q = item.num_q;
     task.first_position = inputs.seq_lens[item.request] - q_len + item.q_begin;
+    const bool has_drafts = !inputs.draft_masks.empty() && inputs.num_drafts[item.request] > 0;
+    task.draft_masks = has_drafts ? inputs.draft_masks.data() + token : nullptr;
+    task.first_draft = has_drafts ? inputs.seq_lens[item.request] - inputs.num_drafts[item.request] : 0;
     task.block_table = inputs.block_tables + item.request * inputs.block_table_stride;
     task.key = static_cast<const std::byte*>(cache.key) + head_block * cache.key_row_bytes();
     task.value = static_cast<const std::byte*>(cache.value) + head_block * cache.value_row_bytes();

@@ -45,7 +45,9 @@ struct ColumnTileBuffers {
   uint32_t* probs[2];   // [2, kChunkKeys / 2 pairs of keys, 16 rows]
   uint32_t* values;     // [kSpanKeys / 32, head_dim_v / 16, 16 columns, 16 pairs of keys]
   float* accumulators;  // [rows / 16, head_dim_v, 16 rows]
-  int* positions;       // [rows] of the tokens
+  int* positions;       // [rows] keys of the tokens
+  int* starts;          // [rows] first key inside of the window, where drafts are trees
+  int* masks[2];        // [2, rows] the lower and the upper bits of the drafts that a row sees, where drafts are trees
 
   // With base == nullptr only the size is of use.
   size_t place(std::byte* base, int rows, int head_dim, int head_dim_v) {
@@ -61,6 +63,8 @@ struct ColumnTileBuffers {
     take(values, kSpanKeys / 2 * head_dim_v);
     take(accumulators, padded_rows * head_dim_v);
     take(positions, padded_rows);
+    take(starts, padded_rows);
+    for (int*& half : masks) take(half, padded_rows);
     return size;
   }
 };
@@ -275,20 +279,54 @@ LLMOPT_INLINE int visible_begin(const Task& task, const KeySpan& span, int first
   return task.sliding_window == 0 ? span.begin : max(span.begin, position + 1 - first - task.sliding_window);
 }
 
-// The same for 16 rows, one per lane.
+// Fills starts and masks.
+inline void locate_drafts(const Task& task, int num_rows, int padded_rows, const ColumnTileBuffers& buffers) {
+  for (int r = 0; r < padded_rows; ++r) {
+    const uint64_t mask = r < num_rows ? draft_mask(task, r) : 0;
+    const int position = mask ? task.first_draft - 1 + std::popcount(mask) : buffers.positions[r];
+    const uint64_t seen = inside_window(task, mask);
+    buffers.starts[r] = task.sliding_window > 0 ? max(0, position + 1 - task.sliding_window) : 0;
+    buffers.masks[0][r] = static_cast<int>(seen & 0xffffffff);
+    buffers.masks[1][r] = static_cast<int>(seen >> 32);
+  }
+}
+
+// What 16 rows see of a span that starts with key `first`, one row per lane.
 struct RowIntervals {
   IntVec begin, end;
   int whole_begin, whole_end;  // every row sees these
+  const int* masks[2] = {};    // of these rows, where drafts are trees
+  int first_draft = 0;         // in the span, with masks
 
-  RowIntervals(const Task& task, const KeySpan& span, int first, const int* positions) {
-    whole_begin = visible_begin(task, span, first, positions[kLanes - 1]);
-    whole_end = visible_end(span, first, positions[0]);
+  RowIntervals(const Task& task, const KeySpan& span, int first, int row, const ColumnTileBuffers& buffers) {
+    const int* positions = buffers.positions + row;
     // Ends below zero need no care: they hide all.
     const IntVec next = load_as<IntVec>(positions) + (1 - first);
-    const IntVec none_before = next - task.sliding_window;
     end = next < span.end ? next : IntVec{} + span.end;
     begin = IntVec{} + span.begin;
+    whole_end = visible_end(span, first, positions[0]);
+    if (task.draft_masks) {
+      const IntVec start = load_as<IntVec>(buffers.starts + row) - first;
+      begin = start > begin ? start : begin;
+      whole_begin = _mm512_reduce_max_epi32(reinterpret_cast<__m512i>(begin));
+      masks[0] = buffers.masks[0] + row;
+      masks[1] = buffers.masks[1] + row;
+      first_draft = task.first_draft - first;
+      whole_end = max(0, min(whole_end, first_draft));
+      return;
+    }
+    whole_begin = visible_begin(task, span, first, positions[kLanes - 1]);
+    const IntVec none_before = next - task.sliding_window;
     if (task.sliding_window > 0) begin = none_before > begin ? none_before : begin;
+  }
+
+  LLMOPT_INLINE IntVec see(int key) const {
+    const IntVec seen = (begin <= key) & (end > key);
+    const int draft = key - first_draft;
+    if (!masks[0] || draft < 0) return seen;
+    if (draft >= 64) return IntVec{};
+    const IntVec bits = load_as<IntVec>(masks[draft / 32]) >> (draft % 32) & 1;
+    return seen & (bits != 0);
   }
 };
 
@@ -304,7 +342,7 @@ LLMOPT_INLINE void softmax_columns(const Task& task, const SoftmaxScale& scale, 
   }
   auto hide = [&](int j) {
     const Vec score = load_as<Vec>(scores + (j - low) * kLanes);
-    store(scores + (j - low) * kLanes, select((seen.begin <= j) & (seen.end > j), score, splat(kNegativeInfinity)));
+    store(scores + (j - low) * kLanes, select(seen.see(j), score, splat(kNegativeInfinity)));
   };
   for (int j = low; j < min(high, seen.whole_begin); ++j) hide(j);
   for (int j = max(low, seen.whole_end); j < high; ++j) hide(j);
@@ -378,6 +416,7 @@ inline void attend_column_tiles(const Task& task) {
   for (int r = 0, position = task.first_position; r < padded_rows; ++position) {
     for (int g = 0; g < task.group && r < padded_rows; ++g) positions[r++] = position;
   }
+  if (task.draft_masks) locate_drafts(task, num_rows, padded_rows, buffers);
 
   SoftmaxScale scale(task);
   if (scale.factor == 0) {
@@ -402,9 +441,15 @@ inline void attend_column_tiles(const Task& task) {
     struct Chunk {
       int row, low, high;
     };
+    auto first_visible = [&](int row) {
+      if (!task.draft_masks) return visible_begin(task, span, first, positions[row]);
+      int start = buffers.starts[row];  // drafts need not be in the order of their positions
+      for (int i = row + 1; i < row + kGroupRows; ++i) start = min(start, buffers.starts[i]);
+      return max(span.begin, start - first);
+    };
     auto find = [&](int row, int low) {
       for (; row < padded_rows; row += kGroupRows, low = 0) {
-        low = max(low, visible_begin(task, span, first, positions[row]) / kStepKeys * kStepKeys);
+        low = max(low, first_visible(row) / kStepKeys * kStepKeys);
         const int end =
             static_cast<int>(round_up(visible_end(span, first, positions[row + kGroupRows - 1]), kStepKeys));
         if (low < end) return Chunk{row, low, min(low + chunk_keys, end)};
@@ -429,7 +474,7 @@ inline void attend_column_tiles(const Task& task) {
       float* acc = buffers.accumulators + chunk.row * task.head_dim_v;
       for (int half = 0; half < halves; ++half) {
         const int row = chunk.row + half * kLanes;
-        softmax_columns(task, scale, RowIntervals(task, span, first, positions + row), row,
+        softmax_columns(task, scale, RowIntervals(task, span, first, row, buffers), row,
                         buffers.scores[buffer] + half * kChunkKeys * kLanes,
                         buffers.probs[buffer] + half * kChunkKeys / 2 * kLanes, acc + half * task.head_dim_v * kLanes,
                         chunk.low, chunk.high, work, steps, stream);

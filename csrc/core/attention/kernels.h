@@ -24,7 +24,9 @@ struct Task {
   const void* query;
   int64_t query_token_stride, query_head_stride;  // elements
   int num_q, group;
-  int first_position;  // of the first token; negative: it sees no key
+  int first_position;           // key of the first token; negative: it sees no key
+  const uint64_t* draft_masks;  // [num_q], null when no draft is in a tree: see StepInputs
+  int first_draft;              // key of the request's first draft, with draft_masks
   const int32_t* block_table;
   int block_size;
   const std::byte* key;  // row [block 0, head, 0] of the cache

@@ -425,9 +425,8 @@ void attend_row_tiles(const Task& task) {
     const int high = static_cast<int>(round_up(chunk->end, 32));
     for (int r = 0; r < num_rows; ++r) {
       stream.fetch();
-      Interval seen = visible_keys(task, r, first, chunk->end);
-      seen.begin = min(max(seen.begin, chunk->begin), seen.end);
-      softmax_row<false>(task, scale, r, seen, buffers.scores + r * RowTileBuffers::kScoreStride,
+      const Interval seen = visible_keys(task, r, first, chunk->begin, chunk->end);
+      softmax_row<false>(task, scale, r, first, seen, buffers.scores + r * RowTileBuffers::kScoreStride,
                          buffers.probs + r * RowTileBuffers::kProbStride, 0, high);
     }
     int column = 0;

@@ -194,8 +194,8 @@ void attend_rows(const Task& task) {
     }
     int first = num_keys, last = 0;
     for (int r = 0; r < num_rows; ++r) {
-      const Interval seen = visible_keys(task, r, begin, num_keys);
-      softmax_row<true, float>(task, scale, r, seen, scores + r * kSubTile, scores + r * kSubTile, 0, num_keys);
+      const Interval seen = visible_keys(task, r, begin, 0, num_keys);
+      softmax_row<true, float>(task, scale, r, begin, seen, scores + r * kSubTile, scores + r * kSubTile, 0, num_keys);
       if (seen.begin < seen.end) {
         first = min(first, seen.begin);
         last = max(last, seen.end);

@@ -84,6 +84,21 @@ size_t tile_workspace_bytes(int rows, int head_dim, int head_dim_v) {
   return buffers.place(nullptr, rows, head_dim, head_dim_v);
 }
 
+// All that some rows see of a tile of keys.
+inline Interval visible_keys_of_rows(const Task& task, int r, int num_rows, int first_key, int num_keys) {
+  // In the order of their positions: the first sees the earliest key, the last the latest.
+  if (!task.draft_masks) {
+    return {visible_keys(task, r, first_key, 0, num_keys).begin,
+            visible_keys(task, r + num_rows - 1, first_key, 0, num_keys).end};
+  }
+  Interval all{num_keys, 0};
+  for (int i = r; i < r + num_rows; ++i) {
+    const Interval seen = visible_keys(task, i, first_key, 0, num_keys);
+    if (seen.begin < seen.end) all = {min(all.begin, seen.begin), max(all.end, seen.end)};
+  }
+  return all;
+}
+
 template <class Compute>
 void attend_tile(const Task& task) {
   constexpr int kRowGroup = Compute::kRowGroup;
@@ -109,17 +124,15 @@ void attend_tile(const Task& task) {
 
     for (int r = 0; r < num_rows; r += kRowGroup) {
       const int rows = min(kRowGroup, num_rows - r);
-      // Rows are in the order of their positions: the first sees the earliest key, the last the latest.
-      const Interval first = visible_keys(task, r, begin, num_keys);
-      const Interval last = visible_keys(task, r + rows - 1, begin, num_keys);
-      if (last.end == 0 || first.begin >= num_keys) continue;
-      const int low = first.begin / Compute::kDepthStep * Compute::kDepthStep;
-      const int high = static_cast<int>(round_up(last.end, Compute::kDepthStep));
+      const Interval seen = visible_keys_of_rows(task, r, rows, begin, num_keys);
+      if (seen.end == 0 || seen.begin >= num_keys) continue;
+      const int low = seen.begin / Compute::kDepthStep * Compute::kDepthStep;
+      const int high = static_cast<int>(round_up(seen.end, Compute::kDepthStep));
 
       Compute::multiply_keys(buffers.query + r * buffers.query_stride, buffers.query_stride, rows, buffers.keys, low,
-                             last.end, task.head_dim, buffers.scores, buffers.score_stride);
+                             seen.end, task.head_dim, buffers.scores, buffers.score_stride);
       for (int i = 0; i < rows; ++i) {
-        softmax_row<Compute::kExact>(task, scale, r + i, visible_keys(task, r + i, begin, num_keys),
+        softmax_row<Compute::kExact>(task, scale, r + i, begin, visible_keys(task, r + i, begin, 0, num_keys),
                                      buffers.scores + i * buffers.score_stride, buffers.probs + i * buffers.prob_stride,
                                      low, high);
       }

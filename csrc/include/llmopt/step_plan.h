@@ -18,7 +18,15 @@ struct StepInputs {
   std::span<const int32_t> seq_lens;      // [B] keys of each request, this step's tokens included
   std::span<const int32_t> cu_seqlens_q;  // [B + 1] first query row of each request
   std::span<const int64_t> slot_mapping;  // [T] place of each new token, negative: not stored; may be empty
+  // Drafts that are trees. The last num_drafts tokens of a request are drafts, and draft i lies behind those before it
+  // in the cache, whatever it follows. Bit j of its mask: it sees draft j, which is on the path to it; its own bit is
+  // the last. So it stands as far behind the request's newest token as there are bits. Other tokens have no bits. Both
+  // are empty when no drafts are trees.
+  std::span<const int32_t> num_drafts = {};    // [B] at most kMaxDrafts
+  std::span<const uint64_t> draft_masks = {};  // [T]
 };
+
+inline constexpr int kMaxDrafts = 64;
 
 // The properties of a layer that the split depends on.
 struct WorkShape {
@@ -81,6 +89,7 @@ class StepPlan {
 
  private:
   void fill(WorkList& list) const;
+  int first_position(int request, int q_begin, int num_q) const;
   void check_blocks(const WorkShape& shape) const;
 
   StepInputs inputs_;
