@@ -5,9 +5,10 @@
     turns       a conversation of ten turns: time to the first token of each
     crowd       requests of all lengths in a pool of 512 MB: how many run at once
     churn       thousands of random requests, aborts among them: is the memory what it was?
+    kv_bytes    KV in fewer bits: bytes per token, and the distance from the float32 model over a text
     offload     more prefixes than the pool holds: time to the first token
 
-Each compares in one interleaved run. ``holds`` says whether the target of the workload was reached.
+Each compares in one interleaved run, and says whether the target of the workload was reached.
 """
 
 from __future__ import annotations
@@ -23,13 +24,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from llmopt.bench.target import Target
+
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from llmopt.pipeline import InferencePipeline
     from llmopt.request import Request
 
-OWN_PLUGINS = ("prefix_cache", "paged_kv", "kv_offload")  # compared here; others stand in all pipelines
+OWN_PLUGINS = ("prefix_cache", "paged_kv", "kv_offload", "kv_quant")  # compared here; others stand in all pipelines
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +41,7 @@ class ReuseResult:
 
     workload: str
     title: str
-    target: str  # what was to be reached
-    holds: bool
+    target: Target
     rows: list[tuple[str, dict[str, float | str]]]  # contender, and its figures by heading
 
 
@@ -52,6 +54,7 @@ class Setting:
     seconds: float  # for one workload, about
     quick: bool = False
     on_progress: Callable[[str], None] = lambda step: None
+    tokenizer: PreTrainedTokenizerBase | None = None  # `kv_bytes` reads a text with it; random ids without one
     _stack: ExitStack = field(default_factory=ExitStack)
 
     def build(self, *own: Any, model: PreTrainedModel | None = None, **options: Any) -> InferencePipeline:
@@ -60,9 +63,14 @@ class Setting:
         from llmopt.plugin_search import make_plugin
 
         common = [make_plugin(name, chosen) for name, chosen in self.plugins.items() if name not in OWN_PLUGINS]
+        chosen = [make_plugin(one, self.plugins.get(one, {})) if isinstance(one, str) else one for one in own]
         options = {"max_model_len": 4096, "pool_bytes": 1 << 30, **options}
-        pipe = llmopt.build(model or self.model, [*common, *own], **options)
+        pipe = llmopt.build(model or self.model, [*common, *chosen], **options)
         return self._stack.enter_context(pipe)
+
+    def judge(self, text: str, figure: str, reached: bool, *, at_any_size: bool = False) -> Target:
+        """The target; with ``quick`` it is judged only when it can be told at any size."""
+        return Target(text, figure, reached if at_any_size or not self.quick else None)
 
     def close(self) -> None:
         """Close the pipelines."""
@@ -131,8 +139,7 @@ def _shared(setting: Setting) -> ReuseResult:
     return ReuseResult(
         "shared",
         f"{shared:,} shared tokens and 8 others, time to the first token",
-        "20 times lower on a hit",
-        ratio >= 20 or setting.quick,
+        setting.judge("at least 20 times lower on a hit", f"{ratio:.1f} times", ratio >= 20),
         [
             ("llmopt", {"TTFT ms": _ms(without), "ratio": 1.0}),
             ("+ prefix_cache", {"TTFT ms": _ms(hits), "ratio": ratio, "same token": f"{same}/{len(without)}"}),
@@ -170,8 +177,11 @@ def _no_hits(setting: Setting) -> ReuseResult:
     return ReuseResult(
         "no_hits",
         f"{rows} new prompts of {length} tokens, {new} new tokens each; {turn - 4} rounds",
-        "less than 1 % of throughput",
-        cost < 0.01,
+        setting.judge(
+            "costs less than 1 % of throughput",
+            f"{100 * cost:+.2f} %, {100 * low:+.1f} to {100 * high:+.1f}",
+            cost < 0.01,
+        ),
         [
             ("llmopt", {"best tokens/s": tokens / min(seconds["llmopt"])}),
             (
@@ -211,8 +221,11 @@ def _turns(setting: Setting) -> ReuseResult:
     return ReuseResult(
         "turns",
         f"ten turns of {question} tokens and {answer} in answer, after {first}: time to the first token",
-        "turns 8 to 10 at most 1.5 times turns 2 to 4",
-        growth["+ prefix_cache"] <= 1.5,
+        setting.judge(
+            "flat: turns 8 to 10 at most 1.5 times turns 2 to 4",
+            f"{growth['+ prefix_cache']:.2f} times, without {growth['llmopt']:.2f} times",
+            growth["+ prefix_cache"] <= 1.5,
+        ),
         rows,
     )
 
@@ -264,9 +277,8 @@ def _crowd(setting: Setting) -> ReuseResult:
     ratio = float(rows[1][1]["most at once"]) / float(rows[0][1]["most at once"])
     return ReuseResult(
         "crowd",
-        f"{count} requests of 16 to 512 tokens, at most 1,024 new, 16 to 256 in truth, 512 MB of KV: {ratio:.1f} times",
-        "3 times as many at once",
-        ratio >= 3 or setting.quick,
+        f"{count} requests of 16 to 512 tokens, at most 1,024 new, 16 to 256 in truth, 512 MB of KV",
+        setting.judge("at least 3 times as many at once", f"{ratio:.1f} times", ratio >= 3),
         list(rows),
     )
 
@@ -316,8 +328,54 @@ def _churn(setting: Setting) -> ReuseResult:
             "evicted": pipe.block_pool.num_evicted, "requests/s": added / seconds,
         }))  # fmt: skip
     return ReuseResult(
-        "churn", f"{count:,} random requests, a pool of 160 blocks", "all blocks are usable at the end", is_whole, rows
+        "churn",
+        f"{count:,} random requests, a pool of 160 blocks",
+        setting.judge(
+            f"after {count:,} random requests usable memory is what it was",
+            "all of it, and the longest request runs" if is_whole else "less than before",
+            is_whole,
+            at_any_size=True,
+        ),
+        rows,
     )
+
+
+def _kv_bytes(setting: Setting) -> ReuseResult:
+    from llmopt.bench.comparison import float32_copy
+    from llmopt.bench.contenders import Pipeline
+    from llmopt.bench.quality import WINDOW, measure_quality, text_ids
+
+    contenders = [
+        Pipeline(name, promise, setting.build(*own), 0)
+        for name, promise, own in (("llmopt", "exact", ()), ("+ kv_quant", "lossy", ("kv_quant",)))
+    ]
+    number = 256 if setting.quick else None
+    if setting.tokenizer is not None:
+        ids = text_ids(setting.tokenizer, number)
+    else:
+        ids = _ids(random.Random(8), number or 2048, setting.vocab_size)
+    reference = float32_copy(setting.model) or setting.model
+    window = min(WINDOW, contenders[0].pipe.max_model_len - 1)
+    found = measure_quality(reference, setting.model, contenders, ids, window, setting.on_progress)
+    sizes = [sum(s.bytes_per_token for s in one.pipe.kv_cache.shapes.values()) for one in contenders]
+    share, loss = sizes[1] / sizes[0], found[1].mean_kl
+    return ReuseResult(
+        "kv_bytes",
+        f"KV per token, and the distance from the float32 model over {found[0].num_positions:,} positions",
+        setting.judge(
+            "half the bytes (52 % with scales), mean KL below 0.01",
+            f"{100 * share:.1f} %, mean KL {loss:.5f} (without the plugin {found[0].mean_kl:.5f})",
+            share <= 0.52 and loss < 0.01,
+            at_any_size=True,
+        ),
+        [
+            (one.name, {
+                "bytes per token": size, "tokens per GB": 10**9 / size, "mean KL": quality.mean_kl,
+                "same best %": 100 * quality.same_best, "perplexity": quality.perplexity,
+            })
+            for one, size, quality in zip(contenders, sizes, found, strict=True)
+        ],
+    )  # fmt: skip
 
 
 def _offload(setting: Setting) -> ReuseResult:
@@ -357,11 +415,11 @@ def _offload(setting: Setting) -> ReuseResult:
     again = {name: times[number:] or times for name, times in again.items()}
     base_again, base_fresh = again["+ prefix_cache"], fresh["+ prefix_cache"]
     rows: list[tuple[str, dict[str, float | str]]] = []
-    worst = 0.0
+    worst, best = 0.0, 1.0
     for name, pipe in pipes.items():
         seen = statistics.median(t / b for t, b in zip(fresh[name], base_fresh, strict=True))
         back = statistics.median(t / b for t, b in zip(again[name], base_again, strict=True))
-        worst = max(worst, seen, back)
+        worst, best = max(worst, seen, back), max(best, 1.0 / back)
         stats = pipe.stats().get("lookup.kv_offload", {})
         rows.append((name, {
             "evicted before, TTFT ms": _ms(again[name]), "/ recompute": back,
@@ -372,8 +430,11 @@ def _offload(setting: Setting) -> ReuseResult:
     return ReuseResult(
         "offload",
         f"{number} prefixes of {length:,} tokens in turn, the pool holds two",
-        "at most 5 % more than computing it again, whether it was seen before or not",
-        worst <= 1.05 or setting.quick,
+        setting.judge(
+            "TTFT at most 5 % above computing it again, whether it was seen before or not",
+            f"{100 * (worst - 1):+.1f} % at worst; {best:.1f} times sooner where it was restored",
+            worst <= 1.05,
+        ),
         rows,
     )
 
@@ -391,5 +452,6 @@ WORKLOADS: dict[str, Callable[[Setting], ReuseResult]] = {
     "turns": _turns,
     "crowd": _crowd,
     "churn": _churn,
+    "kv_bytes": _kv_bytes,
     "offload": _offload,
 }

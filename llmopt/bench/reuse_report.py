@@ -15,8 +15,7 @@ def reuse_table(result: ReuseResult, dtype: str) -> Table:
     """One row per contender."""
     from rich.table import Table
 
-    verdict = "reached" if result.holds else "missed"
-    made = Table(title=f"{result.workload}, {dtype}: {result.title}", caption=f"target: {result.target}; {verdict}")
+    made = Table(title=f"{result.workload}, {dtype}: {result.title}")
     headings = list(dict.fromkeys(heading for _, figures in result.rows for heading in figures))
     made.add_column("")
     for heading in headings:
@@ -34,8 +33,7 @@ def reuse_lines(result: ReuseResult, model: str, dtype: str, environment: dict[s
             "contender": name,
             "model": model,
             "dtype": dtype,
-            "target": result.target,
-            "holds": result.holds,
+            **result.target.record(),
             **figures,
             **environment,
         }

@@ -145,6 +145,11 @@ class StallTiming:
         """P99 over the gap of undisturbed streams, best round."""
         return min(p99 / calm for p99, calm in zip(self.p99_s, self.calm_s, strict=True))
 
+    @property
+    def p99_over_p50(self) -> float:
+        """P99 over the median of the same window, best round."""
+        return min(p99 / p50 for p99, p50 in zip(self.p99_s, self.median_s, strict=True))
+
 
 def run_stall(contender: Pipeline, stall: Stall, vocab_size: int, number: int, timing: StallTiming) -> None:
     """One round; another number gives other ids."""

@@ -6,9 +6,40 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from llmopt.bench.serving import LoadTiming, Stall, StallTiming
+from llmopt.bench.target import Target
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+_STALL_P99, _STALL_P99_WITHOUT = 2.5, 10.0  # times the median, with the plugins of scheduling and without
+_STALL_COST = 0.05  # of the tokens per second
+_GOODPUT = 1.3  # times the baseline's, at the highest load
+
+
+def stall_target(timings: Sequence[StallTiming], *, quick: bool) -> Target:
+    """The target of the last row, which has the plugins."""
+    first, last = timings[0], timings[-1]
+    cost = 1.0 - max(last.tokens_per_s) / max(first.tokens_per_s)
+    is_reached = last.p99_over_p50 <= _STALL_P99 and first.p99_over_p50 > _STALL_P99_WITHOUT and cost <= _STALL_COST
+    return Target(
+        f"P99 at most {_STALL_P99:g} times the median, without the plugin above {_STALL_P99_WITHOUT:g} times; tokens/s "
+        f"within {100 * _STALL_COST:.0f} %",
+        f"{last.p99_over_p50:.2f} times, without {first.p99_over_p50:.1f} times; tokens/s {-100 * cost:+.1f} %",
+        None if quick else is_reached,
+    )
+
+
+def load_target(name: str, timings: Sequence[LoadTiming], *, quick: bool) -> Target | None:
+    """The target of the highest load; the others have none."""
+    base, others = timings[0], timings[1:]
+    if name != "arrivals95" or not others:
+        return None
+    ratios = {timing.name.removeprefix("+ "): timing.goodput / max(base.goodput, 1e-9) for timing in others}
+    figure = ", ".join(f"{ratio:.2f} times with {label}" for label, ratio in ratios.items())
+    if not base.goodput:
+        figure = "no request of the baseline is good; " + ", ".join(f"{t.goodput:.2f}/s with {t.name}" for t in others)
+    reached = max(ratios.values()) >= _GOODPUT
+    return Target(f"goodput at least {_GOODPUT:g} times that without plugins", figure, None if quick else reached)
 
 
 def stall_table(stall: Stall, timings: Sequence[StallTiming], dtype: str) -> Table:
@@ -41,7 +72,7 @@ def stall_table(stall: Stall, timings: Sequence[StallTiming], dtype: str) -> Tab
             timing.name,
             *(_ms(min(v)) for v in (timing.calm_s, timing.calm_p99_s, timing.median_s, timing.p99_s, timing.largest_s)),
             f"{timing.ratio:.2f}",
-            f"{min(p / m for p, m in zip(timing.p99_s, timing.median_s, strict=True)):.2f}",
+            f"{timing.p99_over_p50:.2f}",
             f"{1e3 * min(timing.first_token_s):.0f}",
             f"{max(timing.tokens_per_s):.0f}",
             f"{100 * (max(timing.tokens_per_s) / base - 1):+.1f}%",
@@ -50,7 +81,12 @@ def stall_table(stall: Stall, timings: Sequence[StallTiming], dtype: str) -> Tab
 
 
 def stall_lines(
-    stall: Stall, timings: Sequence[StallTiming], model: str, dtype: str, environment: dict[str, Any]
+    stall: Stall,
+    timings: Sequence[StallTiming],
+    target: Target,
+    model: str,
+    dtype: str,
+    environment: dict[str, Any],
 ) -> Iterator[dict[str, Any]]:
     """One record per contender; times in milliseconds, one value per round."""
     for timing in timings:
@@ -67,8 +103,10 @@ def stall_lines(
             "itl_p99_ms": [1e3 * s for s in timing.p99_s],
             "itl_max_ms": [1e3 * s for s in timing.largest_s],
             "p99_over_calm": timing.ratio,
+            "p99_over_p50": timing.p99_over_p50,
             "long_ttft_ms": [1e3 * s for s in timing.first_token_s],
             "tokens_per_s": timing.tokens_per_s,
+            **target.record(),
             **environment,
         }
 
@@ -105,6 +143,7 @@ def load_lines(
     load: float,
     rate: float,
     timings: Sequence[LoadTiming],
+    target: Target | None,
     model: str,
     dtype: str,
     environment: dict[str, Any],
@@ -127,6 +166,7 @@ def load_lines(
             "gap_limit_ms": 1e3 * timing.capacity.gap_limit_s,
             "num_good": timing.num_good,
             "goodput_per_s": timing.goodput,
+            **(target.record() if target is not None else {}),
             **environment,
         }
 

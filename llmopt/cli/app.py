@@ -98,8 +98,9 @@ def bench(
             "--workload",
             "-w",
             help="decode1, decode8, decode32, prefill1024, decode4096 (all: shapes); chat, chat8, document, prefix, "
-            "edit, ragged (all: text); stall; arrivals50, arrivals80, arrivals95 (all: arrivals); shared, no_hits, "
-            "turns, crowd, churn, offload (all: reuse); memory, quality, host. Repeat for more.",
+            "edit, ragged (all: text); stall; arrivals50, arrivals80, arrivals95 (all: arrivals); separation; shared, "
+            "no_hits, turns, crowd, churn, kv_bytes, offload (all: reuse); targets: all that have one; "
+            "memory, quality, host. Repeat for more.",
         ),
     ] = None,
     dtype: Dtype = "auto",
@@ -120,7 +121,8 @@ def bench(
     ] = None,
 ) -> None:
     """Compare model.generate, the plain pipeline and the pipeline with plugins, in one interleaved run."""
-    from llmopt.cli.bench import BenchOptions, run
+    from llmopt.cli.bench import run
+    from llmopt.cli.bench_run import BenchOptions
 
     run(
         model,

@@ -3,55 +3,30 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llmopt.cli.bench_run import BenchOptions, BenchRun, Section, dtype_name, progress
 from llmopt.cli.output import console, load_model
 from llmopt.errors import ConfigError, ModelError, PluginConflictError
 from llmopt.plugin_options import parse_plugin
 
 if TYPE_CHECKING:
-    from rich.table import Table
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from llmopt.bench.budget import Budget
     from llmopt.bench.comparison import Result
-    from llmopt.bench.contenders import Contender, Pipeline
-    from llmopt.bench.rivals import Rival
+    from llmopt.bench.contenders import Contender
 
 GROUPS = {  # short names for several workloads
     "shapes": ("decode1", "decode8", "decode32", "prefill1024", "decode4096"),
     "text": ("chat", "chat8", "document", "prefix", "edit", "ragged"),
     "arrivals": ("arrivals50", "arrivals80", "arrivals95"),
-    "reuse": ("shared", "no_hits", "turns", "crowd", "churn", "offload"),
+    "reuse": ("shared", "no_hits", "turns", "crowd", "churn", "kv_bytes", "offload"),
 }
+GROUPS["targets"] = ("stall", *GROUPS["arrivals"], "separation", *GROUPS["reuse"])  # each says whether it was reached
 DEFAULT_WORKLOADS = (*GROUPS["shapes"], "memory", "host")
 _QUICK_QUALITY_TOKENS = 256
-
-
-@dataclass(frozen=True, slots=True)
-class BenchOptions:
-    """What the command line asks for."""
-
-    dtype: str
-    device_map: str | None
-    rounds: int  # at most
-    budget_s: float
-    quick: bool
-    max_gap: float
-
-
-@dataclass(frozen=True, slots=True)
-class Section:
-    """One workload, measured."""
-
-    table: Table
-    records: list[dict[str, Any]]
-    passed: bool  # every contender kept its promise about the tokens
 
 
 def run(
@@ -85,6 +60,8 @@ def run(
             print("\n".join(records), flush=True)
         else:
             console().print(section.table)
+            if section.target is not None:
+                console().print(f"{section.target}\n", soft_wrap=True, markup=False)
         if json_path is not None:
             with json_path.open("a", encoding="utf-8") as file:
                 file.write("\n".join(records) + "\n")
@@ -116,7 +93,7 @@ def _expand(names: Sequence[str]) -> list[str]:
     from llmopt.bench.shapes import SHAPES
     from llmopt.bench.workloads import WORKLOADS
 
-    known = [*SHAPES, *WORKLOADS, "stall", *GROUPS["arrivals"], *GROUPS["reuse"], "host", "memory", "quality"]
+    known = [*SHAPES, *WORKLOADS, *GROUPS["targets"], "host", "memory", "quality"]
     found: dict[str, None] = {}
     for name in names or DEFAULT_WORKLOADS:
         if name not in known and name not in GROUPS:
@@ -134,33 +111,22 @@ def _any_lossy(plugins: dict[str, dict[str, Any]]) -> bool:
     return any(info_of(find_plugin(name)).promise == "lossy" for name in plugins)
 
 
-class _Bench:
+class _Bench(BenchRun):
     """One run of the command."""
-
-    def __init__(
-        self,
-        model_name: str,
-        plugins: dict[str, dict[str, Any]],
-        names: list[str],
-        options: BenchOptions,
-        budget: Budget,
-        where: dict[str, Any],
-        rivals: list[Rival],
-    ) -> None:
-        self.model_name, self.plugins, self.options = model_name, plugins, options
-        self.names, self.budget, self.where, self.rivals = names, budget, where, rivals
-        self.num_left = len(names)
 
     def sections(self) -> Iterator[Section]:
         """Measure one workload after the other: those with the model, then those that need none loaded."""
-        serving = ("stall", *GROUPS["arrivals"])
-        ordinary = [name for name in self.names if name not in ("host", "memory", *serving, *GROUPS["reuse"])]
+        from llmopt.cli import target_sections
+
+        special = ("host", "memory", *GROUPS["targets"])
+        ordinary = [name for name in self.names if name not in special]
         if ordinary:
             yield from self._with_model(ordinary)
-        for names in (serving[:1], serving[1:]):
-            if set(names) & set(self.names):
-                yield from self._serving([name for name in self.names if name in names])
-        yield from self._reuse([name for name in self.names if name in GROUPS["reuse"]])
+        yield from target_sections.serving(self, [name for name in self.names if name == "stall"])
+        yield from target_sections.serving(self, [name for name in self.names if name in GROUPS["arrivals"]])
+        if "separation" in self.names:
+            yield target_sections.separation(self)
+        yield from target_sections.reuse(self, [name for name in self.names if name in GROUPS["reuse"]])
         if "memory" in self.names:
             yield self._memory()
             self.num_left -= 1
@@ -202,81 +168,6 @@ class _Bench:
                     yield self._text(name, model, tokenizer, contenders, reference, max_model_len)
                 self.num_left -= 1
 
-    def _serving(self, names: list[str]) -> Iterator[Section]:
-        """Workloads whose requests arrive while others run; the contenders differ in plugins of scheduling."""
-        from llmopt.bench.comparison import contenders_for, serving_sets
-        from llmopt.bench.contenders import Pipeline
-        from llmopt.bench.serving import DEFAULT_PLUGINS
-
-        load_options: dict[str, Any] = {"dtype": self.options.dtype, "device_map": self.options.device_map}
-        model, tokenizer = load_model(self.model_name, **load_options)
-        context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 4096
-        max_model_len = min(int(context), 8192)
-        sets = serving_sets(self.plugins, DEFAULT_PLUGINS["stall" if names == ["stall"] else "arrivals"])
-        with contenders_for(
-            model,
-            tokenizer,
-            {},
-            max_model_len=max_model_len,
-            source=self.model_name,
-            load_options=load_options,
-            sets=sets,
-        ) as contenders:
-            pipelines = [contender for contender in contenders if isinstance(contender, Pipeline)]
-            if names == ["stall"]:
-                yield self._stall(model, pipelines, max_model_len)
-                self.num_left -= 1
-            else:
-                yield from self._arrivals(names, model, pipelines, max_model_len)
-
-    def _stall(self, model: PreTrainedModel, pipelines: list[Pipeline], max_model_len: int) -> Section:
-        from llmopt.bench.budget import Rounds
-        from llmopt.bench.serving import Stall, StallTiming, run_stall
-        from llmopt.bench.serving_report import stall_lines, stall_table
-
-        stall = Stall().fitted(max_model_len, quick=self.options.quick)
-        vocab_size = int(model.config.get_text_config().vocab_size)
-        timings = [StallTiming(pipeline.name) for pipeline in pipelines]
-        rounds = Rounds(self.budget.share_s(self.num_left), self.options.rounds)
-        with _progress("stall") as advance:
-            while rounds.goes_on():
-                for pipeline, timing in zip(pipelines, timings, strict=True):
-                    advance(pipeline.name)
-                    run_stall(pipeline, stall, vocab_size, rounds.num_done, timing)
-        records = list(stall_lines(stall, timings, self.model_name, _dtype_name(model), self.where))
-        return Section(stall_table(stall, timings, _dtype_name(model)), records, True)
-
-    def _arrivals(
-        self, names: list[str], model: PreTrainedModel, pipelines: list[Pipeline], max_model_len: int
-    ) -> Iterator[Section]:
-        from llmopt.bench.serving import LOADS, LoadTiming, Mix, measure_capacity, run_load, warm_up
-        from llmopt.bench.serving_report import load_lines, load_table
-
-        mix = Mix().fitted(max_model_len)
-        vocab_size = int(model.config.get_text_config().vocab_size)
-        with _progress("capacity") as advance:
-            for pipeline in pipelines:
-                advance(f"warm-up of {pipeline.name}")
-                warm_up(pipeline, mix, vocab_size)
-            advance(pipelines[0].name)
-            capacity = measure_capacity(pipelines[0], mix, vocab_size, quick=self.options.quick)
-        for name in names:
-            share_s = self.budget.share_s(self.num_left) / len(pipelines)
-            seconds = 3.0 if self.options.quick else min(30.0, max(3.0, 0.7 * share_s))  # the last ones take a while
-            rate = LOADS[name] * capacity.requests_per_s
-            timings = [LoadTiming(pipeline.name, 0.0, [], capacity) for pipeline in pipelines]
-            turns = list(zip(pipelines, timings, strict=True))
-            with _progress(name) as advance:
-                for half in (0, 1):  # there and back, so that a machine that changes its pace favours nobody
-                    arrivals = mix.arrivals(random.Random(f"{name} {half}"), rate, seconds / 2, vocab_size)
-                    for pipeline, timing in turns[:: -1 if half else 1]:
-                        advance(pipeline.name)
-                        run_load(pipeline, arrivals, timing)
-            dtype = _dtype_name(model)
-            records = list(load_lines(name, LOADS[name], rate, timings, self.model_name, dtype, self.where))
-            yield Section(load_table(name, LOADS[name], rate, timings, dtype), records, True)
-            self.num_left -= 1
-
     def _shape(
         self,
         name: str,
@@ -295,7 +186,7 @@ class _Bench:
         mine = Budget(self.budget.share_s(self.num_left))
         shape = SHAPES[name].fitted(max_model_len, quick=self.options.quick)
         vocab_size = int(model.config.get_text_config().vocab_size)
-        with _progress(name) as advance:
+        with progress(name) as advance:
             verdicts = check(
                 contenders, shape.check_requests(vocab_size), reference, self.options.max_gap, _prefixed(advance)
             )
@@ -310,7 +201,7 @@ class _Bench:
         costs = costs_of(contenders)
         result = ShapeResult(
             timings[0].shape,
-            _dtype_name(model),
+            dtype_name(model),
             verdicts,
             timings,
             [cost.dtype for cost in costs],
@@ -335,7 +226,7 @@ class _Bench:
             contenders,
             name,
             lambda number: workload.batch(tokenizer, number, max_model_len, quick=quick),
-            dtype=_dtype_name(model),
+            dtype=dtype_name(model),
             rounds=self.options.rounds,
             seconds=self.budget.share_s(self.num_left),
             reference=reference,
@@ -353,7 +244,7 @@ class _Bench:
                 contenders,
                 "host",
                 lambda number: host_batch(number, small.config.vocab_size, quick=quick),
-                dtype=_dtype_name(small),
+                dtype=dtype_name(small),
                 rounds=self.options.rounds,
                 seconds=self.budget.share_s(self.num_left),
             )
@@ -377,27 +268,11 @@ class _Bench:
 
         window = min(WINDOW, max_model_len - 1)
         ids = text_ids(tokenizer, _QUICK_QUALITY_TOKENS if self.options.quick else None)
-        with _progress("quality") as advance:
+        with progress("quality") as advance:
             found = measure_quality(reference or model, model, contenders, ids, window, advance)
-        names, dtype = [contender.name for contender in contenders], _dtype_name(model)
+        names, dtype = [contender.name for contender in contenders], dtype_name(model)
         records = list(quality_lines(names, found, self.model_name, dtype, self.where))
         return Section(quality_table(names, found, dtype), records, True)
-
-    def _reuse(self, names: list[str]) -> Iterator[Section]:
-        """Workloads of the memory layer: each builds its own pipelines around one model."""
-        if not names:
-            return
-        from llmopt.bench.reuse import Setting, measure
-        from llmopt.bench.reuse_report import reuse_lines, reuse_table
-
-        model, _ = load_model(self.model_name, dtype=self.options.dtype, device_map=self.options.device_map)
-        for name in names:
-            with _progress(name) as advance:
-                share_s = self.budget.share_s(self.num_left)
-                result = measure(name, Setting(model, self.plugins, share_s, self.options.quick, advance))
-            self.num_left -= 1
-            records = list(reuse_lines(result, self.model_name, _dtype_name(model), self.where))
-            yield Section(reuse_table(result, _dtype_name(model)), records, True)
 
     def _memory(self) -> Section:
         from llmopt.bench.comparison import plugin_sets
@@ -406,7 +281,7 @@ class _Bench:
 
         wishes: dict[str, dict[str, dict[str, Any]] | None] = {"HF generate": None, **plugin_sets(self.plugins)}
         found = []
-        with _progress("memory") as advance:
+        with progress("memory") as advance:
             for name, plugins in wishes.items():
                 advance(name)
                 found.append(
@@ -425,24 +300,9 @@ def _prefixed(advance: Callable[[str], None]) -> Callable[[str], None]:
     return lambda name: advance(f"check {name}")
 
 
-@contextmanager
-def _progress(name: str) -> Iterator[Callable[[str], None]]:
-    """A line on stderr that says what is being measured."""
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=console(stderr=True), transient=True) as progress:
-        task = progress.add_task(name, total=None)
-        yield lambda step: progress.update(task, description=f"{name}: {step}")
-
-
 def compare_with_progress(contenders: Any, name: str, make_batch: Any, *, rounds: int, **options: Any) -> Result:
     """`llmopt.bench.comparison.compare` behind a progress line on stderr."""
     from llmopt.bench.comparison import compare
 
-    with _progress(name) as advance:
+    with progress(name) as advance:
         return compare(contenders, name, make_batch, rounds=rounds, on_progress=advance, **options)
-
-
-def _dtype_name(model: Any) -> str:
-    return str(model.dtype).removeprefix("torch.")

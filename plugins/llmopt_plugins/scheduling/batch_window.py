@@ -2,7 +2,8 @@
 
 Stage: budget (wraps).   Promise: exact, only the step in which a request starts changes.
 Helps: bursts of short requests, whose prompts then share a forward and disturb running streams once instead of many
-times.   Hurts: the first of a group waits, `max_wait_ms` at most.
+times, and no longer than fills the processor.   Hurts: the first of a group waits, `max_wait_ms` at most; a long
+prompt beside decodes takes several steps.
 Source: own work; the wait follows the delayed batching of D. Crankshaw et al., "Clipper", 2017.
 """
 
@@ -16,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from llmopt import PluginInfo, hookimpl
+from llmopt.cost_model import num_pairs
 
 if TYPE_CHECKING:
     from llmopt.batch import StepBudget
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 
 _NUM_GAPS = 8  # arrivals that the expectation rests on
 _FREE_SHARE = 0.1  # a step of decodes may become longer by this share for the sake of backfill
+_NEARLY_BEST = 1.25  # prompts fill the processor when a token costs no more than so many times the least it can cost
+_MOST_TOKENS = 1024  # prompt tokens at which it is full in any case
 
 
 def typical_gap_s(arrivals_s: Sequence[float]) -> float:
@@ -46,8 +50,13 @@ class WindowBudget:
     Prompts that are not computed yet count, waiting or begun. The window opens at once when, as requests have come
     lately, company will not come in time: a lone request on an idle service does not wait at all.
 
+    A group is full when its prompts fill the processor: more of them would not make a token cheaper, only the step
+    longer. A full group does not wait, and beside decodes a step takes no more than that; half of it belongs to the
+    first in line, the rest to the shortest first, and what is left over goes into the next step.
+
     :param backfill: prompt tokens that a step may take in the meantime beside decodes; None: as many as lengthen
         the step by a tenth, from the cost model.
+    :param group_tokens: prompt tokens of a full group; None: from the cost model.
     :param clock: seconds, on the scale of `Request.arrival_s`.
     """
 
@@ -59,6 +68,7 @@ class WindowBudget:
         backfill: int | None = 0,
         cost: CostModel | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        group_tokens: int | None = None,
     ) -> None:
         self.inner = inner
         self.min_batch = min_batch
@@ -66,6 +76,7 @@ class WindowBudget:
         self.backfill = backfill
         self.cost = cost
         self.clock = clock
+        self.group_tokens = group_tokens
         self.gap_s = math.inf
         self.num_held = 0
         self._opened_s = -math.inf
@@ -73,17 +84,32 @@ class WindowBudget:
 
     def __call__(self, queue: RequestQueue) -> StepBudget:
         budget = self.inner(queue)
-        if queue.is_alone or not (queue.waiting or self._is_filling):
+        if queue.is_alone:
+            return budget
+        load = queue.load()
+        if not (queue.waiting or load.prompts):
+            return budget
+        full = self._full_tokens()
+        if load.num_decodes and full < budget.num_prefill_tokens:
+            budget.num_prefill_tokens = full
+            first = -(-full // 2)
+            budget.num_first_tokens = min(first, budget.num_first_tokens or first)
+        if not (queue.waiting or self._is_filling):
             return budget
         now = self.clock()
         self.gap_s = typical_gap_s(queue.arrivals_s)
-        load = queue.load()
         prompts = (*queue.waiting, *load.prompts)
         oldest = min((r.arrival_s for r in prompts), default=0.0)
         opens = oldest + self.max_wait_s
         missing = self.min_batch - len(prompts)
         # those that came before the last opening are under way, and the others may as well join them
-        if oldest <= self._opened_s or missing <= 0 or now >= opens or missing * self.gap_s > opens - now:
+        if (
+            oldest <= self._opened_s
+            or missing <= 0
+            or now >= opens
+            or missing * self.gap_s > opens - now
+            or load.num_prompt_tokens + sum(r.num_tokens for r in queue.waiting) >= full
+        ):
             self._opened_s, self._is_filling = now, False
             return budget
         self.num_held += 1
@@ -95,6 +121,18 @@ class WindowBudget:
         else:
             budget.may_start = False
         return budget
+
+    def _full_tokens(self) -> int:
+        """Prompt tokens beyond which a token does not become much cheaper by company."""
+        if self.group_tokens is not None:
+            return self.group_tokens
+        cost = self.cost
+        if cost is None or cost.measured is None:  # the latter: while the pipeline is built
+            return _MOST_TOKENS
+        sizes = [1 << power for power in range(_MOST_TOKENS.bit_length())]
+        per_token = [cost.step_s(size, 1, 0, num_pairs(size, 0)) / size for size in sizes]
+        limit = _NEARLY_BEST * min(per_token)
+        return next(size for size, seconds in zip(sizes, per_token, strict=True) if seconds <= limit)
 
     def _backfill(self, load: QueueLoad) -> int:
         if self.backfill is not None:
@@ -124,11 +162,19 @@ class BatchWindow:
         summary="requests that arrive close together start together; waits only while company is likely",
     )
 
-    def __init__(self, min_batch: int = 4, max_wait_ms: float = 20.0, backfill: int | str = "auto") -> None:
+    def __init__(
+        self,
+        min_batch: int = 4,
+        max_wait_ms: float = 20.0,
+        backfill: int | str = "auto",
+        group_tokens: int | str = "auto",
+    ) -> None:
         """:param min_batch: prompts that open the window.
         :param max_wait_ms: milliseconds after which it opens anyway, from the arrival of the oldest.
         :param backfill: prompt tokens per step that may run beside decodes before it opens; "auto": as many as
             lengthen the step by a tenth.
+        :param group_tokens: prompt tokens of a full group, which does not wait, and which a step beside decodes does
+            not exceed; "auto": as many as fill the processor by the cost model.
         """
         if isinstance(min_batch, bool) or not isinstance(min_batch, int) or min_batch < 1:
             raise ValueError(f"min_batch is a number of requests, at least 1, found {min_batch!r}")
@@ -141,11 +187,18 @@ class BatchWindow:
         is_count = isinstance(backfill, int) and not isinstance(backfill, bool) and backfill >= 0
         if not is_count and backfill != "auto":
             raise ValueError(f'backfill is a number of tokens, at least 0, or "auto", found {backfill!r}')
+        is_count = isinstance(group_tokens, int) and not isinstance(group_tokens, bool) and group_tokens >= 1
+        if not is_count and group_tokens != "auto":
+            raise ValueError(f'group_tokens is a number of tokens, at least 1, or "auto", found {group_tokens!r}')
+        self.group_tokens = None if isinstance(group_tokens, str) else group_tokens
         self.min_batch = min_batch
         self.max_wait_s = 1e-3 * max_wait_ms
         self.backfill = None if isinstance(backfill, str) else backfill
 
     @hookimpl
     def llmopt_wrap_budget(self, budget: Budget, config: PipelineConfig, context: BuildContext) -> Budget:
-        cost = context.cost_model.wanted() if self.backfill is None else None
-        return WindowBudget(budget, self.min_batch, self.max_wait_s, self.backfill, cost)
+        wants_cost = self.backfill is None or self.group_tokens is None
+        cost = context.cost_model.wanted() if wants_cost else None
+        return WindowBudget(
+            budget, self.min_batch, self.max_wait_s, self.backfill, cost, group_tokens=self.group_tokens
+        )

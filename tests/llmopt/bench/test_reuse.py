@@ -6,6 +6,7 @@ import pytest
 
 from llmopt.bench.reuse import WORKLOADS, Setting, measure
 from llmopt.bench.reuse_report import reuse_lines, reuse_table
+from llmopt.bench.target import Target
 from llmopt.testing import tiny_model
 
 
@@ -14,17 +15,17 @@ def setting() -> Setting:
     return Setting(tiny_model(max_position_embeddings=4096), {}, seconds=0.01, quick=True)
 
 
-@pytest.mark.parametrize("name", ["shared", "no_hits", "turns", "offload"])
+@pytest.mark.parametrize("name", ["shared", "no_hits", "turns", "kv_bytes", "offload"])
 def test_a_workload_measures_every_contender_and_is_shown_with_its_target(name: str, setting: Setting) -> None:
     result = measure(name, setting)
     assert result.workload == name
     assert len(result.rows) >= 2
     lines = list(reuse_lines(result, "tiny", "float32", {"cpu": "x"}))
     assert [line["contender"] for line in lines] == [contender for contender, _ in result.rows]
-    assert all(line["target"] == result.target for line in lines)
+    assert all(line["target"] == result.target.text and line["figure"] == result.target.figure for line in lines)
     table = reuse_table(result, "float32")
     assert table.row_count == len(result.rows)
-    assert ("reached" if result.holds else "missed") in str(table.caption)
+    assert result.target.reached is (True if name == "kv_bytes" else None)  # the others say nothing at this size
 
 
 def test_shared_tokens_are_hits_and_new_prompts_are_none(setting: Setting) -> None:
@@ -33,6 +34,22 @@ def test_shared_tokens_are_hits_and_new_prompts_are_none(setting: Setting) -> No
     assert found == asked
     assert float(shared["+ prefix_cache"]["ratio"]) > 1
     assert dict(measure("no_hits", setting).rows)["+ prefix_cache"]["hits"] == 0
+
+
+def test_a_target_is_judged_in_words_and_in_records() -> None:
+    assert str(Target("at most 2", "3", False)) == "target: at most 2\nfound:  3\n        missed"
+    assert Target("at most 2", "1", True).verdict == "reached"
+    assert Target("at most 2", "1", None).record() == {"target": "at most 2", "figure": "1", "reached": None}
+    assert "--quick" in str(Target("at most 2", "1", None))
+
+
+def test_options_of_the_compared_plugins_reach_them() -> None:
+    setting = Setting(tiny_model(), {"paged_kv": {"watermark": 0.25}}, seconds=0.01, quick=True)
+    try:
+        pipe = setting.build("paged_kv", max_model_len=64)
+        assert [getattr(plugin, "watermark", None) for plugin in pipe.registry.plugins] == [0.25]
+    finally:
+        setting.close()
 
 
 def test_the_command_line_knows_all_workloads() -> None:

@@ -24,7 +24,14 @@ from llmopt.bench.serving import (
     run_load,
     run_stall,
 )
-from llmopt.bench.serving_report import load_lines, load_table, stall_lines, stall_table
+from llmopt.bench.serving_report import (
+    load_lines,
+    load_table,
+    load_target,
+    stall_lines,
+    stall_table,
+    stall_target,
+)
 from llmopt.errors import LlmoptError
 from llmopt.testing import tiny_model
 from tests.llmopt.helpers import build_tiny, wrap
@@ -108,17 +115,44 @@ def test_both_workloads_run_on_every_pipeline_and_report_every_figure() -> None:
         assert [len(trace.times) for trace in load.traces] == [due.max_new_tokens for due in arrivals]
         assert all(trace.first_token_s > 0 for trace in load.traces)
     records = [
-        *stall_lines(stall, timings, "tiny", "float32", {"commit": "c"}),
-        *load_lines("arrivals80", 0.8, 50.0, loads, "tiny", "float32", {"commit": "c"}),
+        *stall_lines(stall, timings, stall_target(timings, quick=False), "tiny", "float32", {"commit": "c"}),
+        *load_lines("arrivals80", 0.8, 50.0, loads, None, "tiny", "float32", {"commit": "c"}),
     ]
     assert [record["contender"] for record in records] == list(sets) * 2
     assert json.loads(json.dumps(records)) == records
     console = Console(width=200, record=True)
     console.print(stall_table(stall, timings, "float32"))
-    console.print(load_table("arrivals80", 0.8, 50.0, loads, "float32"))
+    console.print(load_table("arrivals95", 0.95, 50.0, loads, "float32"))
     text = console.export_text()
     assert text.count("+ chunked_prefill") == 2
     assert "good: first token within" in text
+    assert stall_target(timings, quick=True).reached is None
+
+
+def test_a_stall_reaches_its_target_only_beside_a_baseline_that_stalls() -> None:
+    def timing(name: str, p99: float, tokens_per_s: float) -> StallTiming:
+        return StallTiming(name, [0.01], [0.01], [0.01], [p99], [p99], [1.0], [tokens_per_s])
+
+    base = timing("llmopt", 0.5, 100.0)
+    assert stall_target([base, timing("a", 0.024, 96.0)], quick=False).reached
+    assert not stall_target([base, timing("a", 0.026, 96.0)], quick=False).reached
+    assert not stall_target([base, timing("a", 0.024, 94.0)], quick=False).reached
+    assert not stall_target([timing("llmopt", 0.05, 100.0), timing("a", 0.024, 100.0)], quick=False).reached
+
+
+def test_goodput_has_a_target_at_the_highest_load_only() -> None:
+    def timing(name: str, num_good: int) -> LoadTiming:
+        traces = [Trace(0.0, [0.5])] * num_good + [Trace(0.0, [1.5])] * (10 - num_good)
+        return LoadTiming(name, 2.0, traces, Capacity(4.0, 1.0, 0.5))
+
+    loads = [timing("llmopt", 5), timing("+ a", 4), timing("+ b", 8)]
+    found = load_target("arrivals95", loads, quick=False)
+    assert found is not None
+    assert (found.reached, found.figure) == (True, "0.80 times with a, 1.60 times with b")
+    assert load_target("arrivals80", loads, quick=False) is None
+    lower = load_target("arrivals95", loads[:2], quick=False)
+    assert lower is not None
+    assert lower.reached is False
 
 
 def test_a_stall_fits_the_model() -> None:

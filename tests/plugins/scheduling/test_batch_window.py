@@ -9,16 +9,20 @@ from typing import Any
 
 import pytest
 
-import llmopt
-from llmopt.testing import assert_same_tokens, tiny_model, tiny_prompts
 from llmopt_plugins.scheduling.batch_window import BatchWindow, WindowBudget, typical_gap_s
-from tests.llmopt.helpers import assert_idle, build_tiny, pool_bytes
+from tests.llmopt.helpers import assert_idle, build_tiny
 from tests.plugins.scheduling.simulation import Simulation
 
 
-def simulation(min_batch: int = 4, max_wait_s: float = 0.020, backfill: int | None = 0, **options: Any) -> Simulation:
+def simulation(
+    min_batch: int = 4,
+    max_wait_s: float = 0.020,
+    backfill: int | None = 0,
+    group_tokens: int | None = None,
+    **options: Any,
+) -> Simulation:
     def wrap(inner: Any, sim: Simulation) -> Any:
-        return WindowBudget(inner, min_batch, max_wait_s, backfill, sim.cost, sim.clock)
+        return WindowBudget(inner, min_batch, max_wait_s, backfill, sim.cost, sim.clock, group_tokens)
 
     return Simulation(budgets=[wrap], **options)
 
@@ -122,6 +126,41 @@ def test_who_is_under_way_is_not_held_up_by_who_arrives() -> None:
     assert all(sum(step.values()) == 64 for step in starts[: (4 * 300) // 64])
 
 
+def test_prompts_that_fill_the_processor_do_not_wait_for_company() -> None:
+    def first_token_s(prompt: int) -> float:
+        sim = simulation(min_batch=8, max_wait_s=0.5)
+        burst(sim, 0.0, 40, 0.001, prompt=1, new=1)  # the rate says that more will come
+        made = sim.at(1.0, "a", prompt, new=1)
+        sim.run()
+        return sim.times["a"][0] - made.arrival_s
+
+    assert first_token_s(500) > 0.5
+    # 10 ms for the weights and 0.1 ms a token: 512 tokens cost 0.12 ms each, and no number of them less than 0.11
+    assert first_token_s(512) == pytest.approx(0.0612, abs=1e-3)
+
+
+@pytest.mark.parametrize(("group_tokens", "size"), [(64, 64), (None, 512)])
+def test_a_step_beside_decodes_takes_no_more_prompt_tokens_than_fill_the_processor(
+    group_tokens: int | None, size: int
+) -> None:
+    sim = simulation(group_tokens=group_tokens)
+    sim.at(0.0, "stream", 4, new=100)
+    for number in range(6):
+        sim.at(0.1, f"long-{number}", 700, new=1)
+    sim.at(0.1, "short", 20, new=1)
+    sim.run()
+    beside = [sum(step.values()) - step["stream"] for step in sim.steps if "stream" in step and len(step) > 1]
+    assert max(beside) == size
+    assert sim.times["short"][0] < min(sim.times[f"long-{number}"][0] for number in range(1, 6))
+
+
+def test_prompts_that_nobody_decodes_beside_are_computed_together() -> None:
+    sim = simulation(group_tokens=64)
+    burst(sim, 0.0, 4, 0.0, prompt=300, new=1)
+    sim.run()
+    assert [sum(step.values()) for step in sim.steps] == [1200]
+
+
 # -- in a pipeline ---------------------------------------------------------------------------------------------------
 def test_a_request_of_a_small_group_is_served_when_its_wait_is_over_by_whoever_waits_for_it() -> None:
     with build_tiny(plugins=[BatchWindow(min_batch=30, max_wait_ms=150.0, backfill=0)]) as pipe:
@@ -158,16 +197,6 @@ def test_callers_on_several_threads_meet_in_one_batch() -> None:
         assert_idle(pipe)
 
 
-@pytest.mark.parametrize("plugins", [["batch_window"], ["batch_window:min_batch=3,max_wait_ms=5", "paged_kv"],
-                                     ["paged_kv", "batch_window", "chunked_prefill:chunk_size=6"]])  # fmt: skip
-def test_tokens_are_those_of_the_model_whoever_waits_for_whom(plugins: list[str]) -> None:
-    model = tiny_model()
-    options: dict[str, Any] = {"block_size": 4, "max_model_len": 96, "pool_bytes": pool_bytes(60, 4)}
-    with llmopt.build(model, plugins, **options) as pipe:
-        assert_same_tokens(pipe, model, tiny_prompts(6, min_length=1, max_length=40), max_new_tokens=16)
-        assert_idle(pipe)
-
-
 @pytest.mark.parametrize(
     ("options", "told"),
     [
@@ -177,6 +206,8 @@ def test_tokens_are_those_of_the_model_whoever_waits_for_whom(plugins: list[str]
         ({"max_wait_ms": float("nan")}, "max_wait_ms is a number of milliseconds"),
         ({"backfill": "some"}, "backfill is a number of tokens"),
         ({"backfill": -3}, "backfill is a number of tokens"),
+        ({"group_tokens": 0}, "group_tokens is a number of tokens"),
+        ({"group_tokens": "few"}, "group_tokens is a number of tokens"),
     ],
 )
 def test_bad_options_say_what_was_wanted(options: dict[str, Any], told: str) -> None:

@@ -7,16 +7,13 @@ from typing import Any
 
 import pytest
 
-import llmopt
-from llmopt.testing import assert_same_tokens, tiny_model, tiny_prompts
 from llmopt_plugins.scheduling.pd_separation import PdSeparation
 from llmopt_plugins.scheduling.pd_separation.slices import SlicedBudget
-from tests.llmopt.helpers import assert_idle, pool_bytes
 from tests.plugins.scheduling.simulation import Simulation
 
 
 def simulation(
-    slice_s: float = 0.050, decode_share: float = 0.5, patience_s: float = 1e9, **options: Any
+    slice_s: float | None = 0.050, decode_share: float = 0.5, patience_s: float = 1e9, **options: Any
 ) -> Simulation:
     def wrap(inner: Any, sim: Simulation) -> Any:
         return SlicedBudget(inner, sim.cost, slice_s, decode_share, patience_s, sim.clock)
@@ -62,6 +59,27 @@ def test_a_slice_is_as_long_as_it_may_be_and_no_longer() -> None:
     assert statistics.median(gaps) == pytest.approx(0.0104, abs=1e-3)  # most steps carry no prompt
 
 
+def test_without_a_length_a_step_with_a_slice_takes_five_times_a_lone_decode_however_many_decode() -> None:
+    for num_streams in (1, 60):
+        sim = simulation(slice_s=None)
+        for number in range(num_streams):
+            sim.at(0.0, f"stream-{number}", 8, new=200)
+        sim.at(0.2, "prompt", 2000, new=1)
+        sim.run()
+        # 10.1 ms alone; the slices of 60 decodes, which take 16 ms, are smaller
+        assert max(sim.gaps("stream-0")[10:]) == pytest.approx(5 * 0.0101, abs=1e-3)
+
+
+def test_a_slice_has_the_time_of_one_decode_even_when_decodes_alone_take_longer_than_a_step_should() -> None:
+    sim = simulation(slice_s=None, max_num_requests=500)
+    for number in range(450):  # 55 ms a step
+        sim.at(0.0, f"stream-{number}", 1, new=60)
+    sim.at(0.2, "prompt", 2000, new=1)
+    sim.run()
+    slices = [step["prompt"] for step in sim.steps if "prompt" in step and len(step) > 400]
+    assert max(slices[:-1]) == 101
+
+
 def test_decodes_run_in_every_step() -> None:
     sim = loaded(simulation(), new=100)
     assert all("stream-0" in step for step in sim.steps[:100])
@@ -93,24 +111,12 @@ def test_a_small_prompt_does_not_wait_for_a_huge_one() -> None:
     assert sim.times["small"][0] < 0.35 < sim.times["huge"][0]
 
 
-@pytest.mark.parametrize("plugins", [
-    ["pd_separation"],
-    ["pd_separation:slice_ms=0.01,decode_share=0.7", "paged_kv"],
-    ["paged_kv", "batch_window", "pd_separation", "chunked_prefill:chunk_size=6"],
-])  # fmt: skip
-def test_tokens_are_those_of_the_model_whoever_has_the_turn(plugins: list[str]) -> None:
-    model = tiny_model()
-    options: dict[str, Any] = {"block_size": 4, "max_model_len": 96, "pool_bytes": pool_bytes(60, 4)}
-    with llmopt.build(model, plugins, **options) as pipe:
-        assert_same_tokens(pipe, model, tiny_prompts(6, min_length=1, max_length=40), max_new_tokens=16)
-        assert_idle(pipe)
-
-
 @pytest.mark.parametrize(
     ("options", "told"),
     [
         ({"mode": "elsewhere"}, 'mode is "slices"'),
         ({"slice_ms": 0}, "above 0"),
+        ({"slice_ms": "short"}, "slice_ms is a number"),
         ({"patience_ms": -1}, "patience_ms is a number"),
         ({"decode_share": 1.0}, "0 <= decode_share < 1"),
         ({"decode_share": "half"}, "decode_share is a number"),

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+import llmopt
 from llmopt.pipeline import InferencePipeline
-from llmopt.testing import tiny_prompts
-from tests.llmopt.helpers import alone, build_tiny, pool_bytes, request
+from llmopt.testing import assert_same_tokens, tiny_model, tiny_prompts
+from tests.llmopt.helpers import alone, assert_idle, build_tiny, pool_bytes, request
 
 SCHEDULING = [
     "request_order:fair=true,deadlines=refuse",
@@ -23,6 +24,16 @@ COMPANIES = {
 }
 
 
+TURNS = {  # who waits for whom, and in which steps prompts are computed
+    "window": ["batch_window"],
+    "small window": ["batch_window:min_batch=3,max_wait_ms=5,group_tokens=7", "paged_kv"],
+    "slices": ["pd_separation"],
+    "small slices": ["pd_separation:slice_ms=0.01,decode_share=0.7", "paged_kv"],
+    "window and chunks": ["paged_kv", "batch_window", "chunked_prefill:chunk_size=6"],
+    "all": ["paged_kv", "batch_window", "pd_separation", "chunked_prefill:chunk_size=6"],
+}
+
+
 def build(company: str, **options: Any) -> InferencePipeline:
     sizes: dict[str, Any] = {"block_size": 4, "max_num_requests": 3, "pool_bytes": pool_bytes(20, 4)}
     return build_tiny(plugins=COMPANIES[company], **sizes | options)
@@ -33,6 +44,15 @@ def assert_nothing_is_left(pipe: InferencePipeline) -> None:
     assert len(pipe.queue) == 0
     assert pipe.block_pool.num_used == 0
     assert len(set(pipe.queue.free_slots)) == 3
+
+
+@pytest.mark.parametrize("plugins", TURNS.values(), ids=TURNS)
+def test_tokens_are_those_of_the_model_whoever_has_the_turn(plugins: list[str]) -> None:
+    model = tiny_model()
+    options: dict[str, Any] = {"block_size": 4, "max_model_len": 96, "pool_bytes": pool_bytes(60, 4)}
+    with llmopt.build(model, plugins, **options) as pipe:
+        assert_same_tokens(pipe, model, tiny_prompts(6, min_length=1, max_length=40), max_new_tokens=16)
+        assert_idle(pipe)
 
 
 @pytest.mark.parametrize("company", COMPANIES)

@@ -40,8 +40,8 @@ class PdSeparation:
     def __init__(
         self,
         mode: str = "slices",
-        slice_ms: float = 40.0,
-        decode_share: float = 0.5,
+        slice_ms: float | str = "auto",
+        decode_share: float = 0.25,
         patience_ms: float = 300.0,
         workers: int = 1,
         cpus: int | None = None,
@@ -53,7 +53,8 @@ class PdSeparation:
         listen: str | None = None,
     ) -> None:
         """:param mode: "slices": two lines in this engine; "process": prompts in processes of their own.
-        :param slice_ms: milliseconds of prompt work that a step may carry beside decodes.
+        :param slice_ms: milliseconds of prompt work that a step may carry beside decodes; "auto": as much as lets the
+            step take five times as long as the step of a lone decode.
         :param decode_share: share of the time for steps without prompts, when both lines have work; 0 to below 1.
         :param patience_ms: age of the oldest prompt, in milliseconds, at which pauses between slices are gone.
         :param workers: prefill processes. From here on with "process" only.
@@ -68,6 +69,8 @@ class PdSeparation:
         if mode not in ("slices", "process"):
             raise ValueError(f'mode is "slices" or "process", found {mode!r}')
         for name, value in (("slice_ms", slice_ms), ("patience_ms", patience_ms), ("decode_share", decode_share)):
+            if name == "slice_ms" and value == "auto":
+                continue
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
                 raise ValueError(f"{name} is a number, at least 0, found {value!r}")
         if not slice_ms or not patience_ms:
@@ -75,7 +78,7 @@ class PdSeparation:
         if decode_share >= 1:
             raise ValueError(f"decode_share is a share of the time, 0 <= decode_share < 1, found {decode_share!r}")
         self.mode = mode
-        self.slice_s = 1e-3 * slice_ms
+        self.slice_s = None if isinstance(slice_ms, str) else 1e-3 * slice_ms
         self.decode_share = float(decode_share)
         self.patience_s = 1e-3 * patience_ms
         self.options = ProcessOptions(

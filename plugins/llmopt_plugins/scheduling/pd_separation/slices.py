@@ -13,15 +13,20 @@ if TYPE_CHECKING:
     from llmopt.stages import Budget
 
 _PLAIN_SLICE = 512  # prompt tokens of a slice as long as nothing is measured
+_LONE_STEPS = 5.0  # a step with a slice takes as long as so many steps of one decode, when nothing else is said
+_LEAST_LONE_STEPS = 1.0  # and the slice at least this many of it, however many decodes there are
 
 
 class SlicedBudget:
     """Turns of two lines: decodes, small and urgent, in every step; prompts, large and patient, in slices of their own.
 
-    A slice is one step that carries up to ``slice_s`` of prompt work beside the decodes. Then prompts pause for as
-    long as gives decodes their share of the time. The pause shrinks as the oldest prompt ages, and is gone when it
-    has waited for ``patience_s``: prompts are patient, and not for ever. When one line is empty the other has all.
+    A slice is one step that carries up to ``slice_s`` of prompt work beside the decodes, or as much as lets the whole
+    step take five times as long as the step of a lone decode: the more decodes there are, the smaller are the slices,
+    and gaps stay the same. Then prompts pause for as long as gives decodes their share of the time. The pause shrinks
+    as the oldest prompt ages, and is gone when it has waited for ``patience_s``: prompts are patient, and not for ever.
+    When one line is empty the other has all.
 
+    :param slice_s: None: the whole step is what is bounded, see above.
     :param decode_share: of the time that both lines want, 0 to below 1.
     :param clock: seconds, on the scale of `Request.arrival_s`.
     """
@@ -30,7 +35,7 @@ class SlicedBudget:
         self,
         inner: Budget,
         cost: CostModel | None,
-        slice_s: float,
+        slice_s: float | None,
         decode_share: float,
         patience_s: float,
         clock: Callable[[], float] = time.perf_counter,
@@ -81,11 +86,17 @@ class SlicedBudget:
             return _PLAIN_SLICE
         computed = load.prompts[0].num_computed_tokens if load.prompts else 0
         decodes, context = load.num_decodes, load.num_context_tokens
-        budget_s = self.slice_s + cost.step_s(decodes, decodes, context)
+        decode_s = cost.step_s(decodes, decodes, context)
+        if self.slice_s is not None:
+            budget_s = decode_s + self.slice_s
+        else:
+            lone_s = cost.step_s(1)
+            budget_s = max(_LONE_STEPS * lone_s, decode_s + _LEAST_LONE_STEPS * lone_s)
         return max(16, cost.largest_prefill(budget_s, decodes, context, num_computed_tokens=computed))
 
     def stats(self) -> dict[str, int]:
         return {"num_slices": self.num_slices}
 
     def describe(self) -> str:
-        return f"prompts in slices of {1e3 * self.slice_s:g} ms, decodes have {100 * self.decode_share:g} % of the time"
+        size = f"of {1e3 * self.slice_s:g} ms" if self.slice_s is not None else f"up to {_LONE_STEPS:g} lone decodes"
+        return f"prompts in slices {size}, decodes have {100 * self.decode_share:g} % of the time"
