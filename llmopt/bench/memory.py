@@ -126,6 +126,14 @@ def executor_weights(pipe: Any) -> tuple[int | None, str | None]:
     return (None if weight_bytes is None else int(weight_bytes)), getattr(inner, "weight_dtype", None)
 
 
+def executor_format(pipe: Any) -> str | None:
+    """How the weights are stored that a pipeline's executor brought along; None where it uses the model's own."""
+    if pipe.why_not is not None:
+        return None
+    found: str | None = getattr(pipe.registry.chains["execute"].objects[0], "weight_format", None)
+    return found
+
+
 if __name__ == "__main__":
     from dataclasses import asdict
 

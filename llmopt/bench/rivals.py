@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,10 +40,21 @@ class Rival:
         """Engine and weights."""
         return f"{self.engine} {self.weights}".strip()
 
+    @property
+    def bits(self) -> int | None:
+        """Of its weights; None when their name does not say."""
+        return bits_of(self.weights)
+
     def ratio(self, timing: ShapeTiming) -> float | None:
         """Our tokens per second over the rival's; None when the rival was not measured."""
         theirs = self.decode_tokens_per_s if timing.shape.is_decode else self.prefill_tokens_per_s
         return timing.tokens_per_s / theirs if theirs else None
+
+
+def bits_of(weights: str) -> int | None:
+    """Bits of a type of weights: ``bfloat16``, ``f16``, ``int8``, ``Q4_K_M``, ``fp8`` and the like; None for others."""
+    found = re.search(r"(?:float|bf|fp|f|int|iq|q)_?(\d+)", weights.lower())
+    return int(found.group(1)) if found else None
 
 
 def read_rivals(path: Path) -> list[Rival]:
@@ -91,12 +103,18 @@ def _positive(record: dict[str, Any], name: str) -> float | None:
     return float(value)
 
 
-def rivals_of(shape: Shape, rivals: Sequence[Rival]) -> list[Rival]:
-    """The rivals that were measured on this shape; of several lines with one label the fastest."""
+def rivals_of(shape: Shape, rivals: Sequence[Rival], weights: Sequence[str] | None = None) -> list[Rival]:
+    """The rivals that were measured on this shape; of several lines with one label the fastest.
+
+    :param weights: types of our weights; rivals with other bits than all of these are left out. None: nobody is.
+    """
+    ours = None if weights is None else {bits_of(one) for one in weights}
     best: dict[str, Rival] = {}
     for rival in rivals:
         rate = rival.decode_tokens_per_s if shape.is_decode else rival.prefill_tokens_per_s
         if (rival.batch, rival.prompt) != (shape.batch, shape.prompt) or rate is None:
+            continue
+        if ours is not None and rival.bits is not None and rival.bits not in ours:
             continue
         before = best.get(rival.label)
         known = (

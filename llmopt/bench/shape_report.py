@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from llmopt.bench.memory import Footprint, executor_weights
+from llmopt.bench.memory import Footprint, executor_format, executor_weights
 from llmopt.bench.quality import Quality
 from llmopt.bench.report import token_text
-from llmopt.bench.rivals import Rival, rivals_of
+from llmopt.bench.rivals import Rival, bits_of, rivals_of
 from llmopt.bench.shapes import Shape, ShapeTiming
 
 if TYPE_CHECKING:
@@ -80,6 +80,14 @@ def costs_of(contenders: Sequence[Contender]) -> list[ModelCost]:
     return costs
 
 
+def weights_of(contenders: Sequence[Contender], costs: Sequence[ModelCost]) -> list[str]:
+    """The type of each contender's weights: as its executor packed them, or that of the model."""
+    from llmopt.bench.contenders import Pipeline
+
+    packed = [executor_format(one.pipe) if isinstance(one, Pipeline) else None for one in contenders]
+    return [own or cost.dtype for own, cost in zip(packed, costs, strict=True)]
+
+
 def shape_table(result: ShapeResult, rivals: Sequence[Rival] = ()) -> Table:
     """One row per contender: time, speed, what had to be moved and computed, and how near the limit it came."""
     from rich.table import Table
@@ -89,14 +97,14 @@ def shape_table(result: ShapeResult, rivals: Sequence[Rival] = ()) -> Table:
     made = Table(title=f"{shape.name}: {shape.summary}, {result.dtype}, best of {rounds}")
     made.add_column("")
     headings = ["ms/step" if shape.is_decode else "ms", "tokens/s", "vs HF", "vs llmopt", "MB", "GFLOP", "limit ms"]
-    beside = rivals_of(shape, rivals)
+    beside = rivals_of(shape, rivals, result.weights)
     for heading in [*headings, "of limit", *(f"vs {rival.label}" for rival in beside)]:
         made.add_column(heading, justify="right")
     made.add_column("tokens")
     plain = next((timing for timing in result.timings if timing.name == "llmopt"), None)
     for index, (verdict, timing) in enumerate(zip(result.verdicts, result.timings, strict=True)):
         cost = result.bounds[index]
-        ratios = [rival.ratio(timing) for rival in beside]
+        ratios = [rival.ratio(timing) if _same_bits(rival, result.weights[index]) else None for rival in beside]
         made.add_row(
             timing.name,
             f"{1e3 * timing.step_s:.2f} +{timing.spread_percent:.0f}%",
@@ -146,7 +154,11 @@ def shape_lines(
             "fraction_of_limit": result.fraction(index),
             "speedup_over_hf": result.timings[0].step_s / timing.step_s,
             "speedup_over_llmopt": None if plain is None else plain.step_s / timing.step_s,
-            "rivals": {rival.label: rival.ratio(timing) for rival in rivals_of(shape, rivals)},
+            "rivals": {
+                rival.label: rival.ratio(timing)
+                for rival in rivals_of(shape, rivals)
+                if _same_bits(rival, result.weights[index])
+            },
             "first_s": timing.first_s,
             "full_s": timing.full_s,
             "promise": verdict.promise,
@@ -159,6 +171,12 @@ def shape_lines(
             "replay_not_best": None if verdict.replay is None else verdict.replay.num_not_best,
             **environment,
         }
+
+
+def _same_bits(rival: Rival, weights: str) -> bool:
+    """Whether it makes sense to compare; unknown types are compared with everything."""
+    ours = bits_of(weights)
+    return rival.bits is None or ours is None or rival.bits == ours
 
 
 def memory_table(found: Sequence[Footprint]) -> Table:

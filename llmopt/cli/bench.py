@@ -178,7 +178,7 @@ class _Bench(BenchRun):
     ) -> Section:
         from llmopt.bench.budget import Budget
         from llmopt.bench.comparison import check
-        from llmopt.bench.shape_report import ShapeResult, bound, costs_of, shape_lines, shape_table
+        from llmopt.bench.shape_report import ShapeResult, bound, costs_of, shape_lines, shape_table, weights_of
         from llmopt.bench.shapes import SHAPES, measure_shape
         from llmopt.machine_limits import machine_limits
 
@@ -204,7 +204,7 @@ class _Bench(BenchRun):
             dtype_name(model),
             verdicts,
             timings,
-            [cost.dtype for cost in costs],
+            weights_of(contenders, costs),
             [bound(cost, timings[0].shape, limits) for cost in costs],
         )
         records = list(shape_lines(result, self.model_name, self.where, self.rivals))

@@ -75,7 +75,7 @@ def _arrivals(run: BenchRun, names: list[str], model: PreTrainedModel, pipelines
         capacity = measure_capacity(pipelines[0], mix, vocab_size(model), quick=quick)
     for name in names:
         seconds = (
-            3.0 if quick else min(60.0, max(3.0, 0.8 * run.share_s / len(pipelines)))
+            3.0 if quick else min(60.0, max(3.0, 0.7 * run.share_s / len(pipelines)))
         )  # the last ones take a while
         rate = LOADS[name] * capacity.requests_per_s
         timings = [LoadTiming(pipeline.name, 0.0, [], capacity) for pipeline in pipelines]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from llmopt.bench.rivals import read_rivals, rivals_of
+from llmopt.bench.rivals import bits_of, read_rivals, rivals_of
 from llmopt.bench.shapes import Shape, ShapeTiming
 from llmopt.errors import ConfigError
 
@@ -39,6 +39,22 @@ def test_of_several_lines_with_one_label_the_fastest_counts(tmp_path: Path) -> N
     lines = [LINE, LINE | {"decode_tokens_per_s": 300.0}, LINE | {"decode_tokens_per_s": 100.0}]
     (rival,) = rivals_of(DECODE, read_rivals(write(tmp_path / "r.jsonl", *lines)))
     assert rival.decode_tokens_per_s == 300.0
+
+
+def test_rivals_whose_weights_have_other_bits_than_all_of_ours_are_left_out(tmp_path: Path) -> None:
+    lines = [LINE | {"weights": name} for name in ("bf16", "Q8_0", "Q4_K_M", "ternary")]
+    rivals = read_rivals(write(tmp_path / "r.jsonl", *lines))
+    kept = [rival.weights for rival in rivals_of(DECODE, rivals, ["bfloat16", "int4_group"])]
+    assert kept == ["bf16", "Q4_K_M", "ternary"]  # what does not say its bits stays
+
+
+@pytest.mark.parametrize(
+    ("name", "bits"),
+    [("float32", 32), ("bfloat16", 16), ("BF16", 16), ("f16", 16), ("int8", 8), ("int8_group", 8), ("Q4_0", 4),
+     ("IQ2_XS", 2), ("fp8", 8), ("", None), ("ternary", None)],
+)  # fmt: skip
+def test_the_bits_of_weights_follow_from_the_name_of_their_type(name: str, bits: int | None) -> None:
+    assert bits_of(name) == bits
 
 
 def test_a_line_without_the_figure_of_a_shape_is_no_rival_there(tmp_path: Path) -> None:

@@ -182,8 +182,9 @@ def test_bench_of_a_model_without_tokenizer_says_what_can_be_measured(tmp_path: 
 
 
 def test_bench_measures_shapes_quality_and_memory_and_shows_rivals(folder: Path, tmp_path: Path) -> None:
-    rival = {"engine": "other", "weights": "int8", "batch": 4, "prompt": 32, "decode_tokens_per_s": 10.0}
-    (tmp_path / "rivals.jsonl").write_text(json.dumps(rival))
+    rival = {"engine": "other", "weights": "f32", "batch": 4, "prompt": 32, "decode_tokens_per_s": 10.0}
+    smaller = rival | {"weights": "Q8_0"}  # of other bits than all of ours: no column
+    (tmp_path / "rivals.jsonl").write_text(f"{json.dumps(rival)}\n{json.dumps(smaller)}")
     out = tmp_path / "out.jsonl"
     command = ("bench", folder, "--quick", "--rounds", 1, "-w", "shapes", "-w", "quality", "-p", "paged_kv")
     text = run(*command, "--rivals", tmp_path / "rivals.jsonl", "--json", out)
@@ -191,12 +192,13 @@ def test_bench_measures_shapes_quality_and_memory_and_shows_rivals(folder: Path,
     names = ["decode1", "decode8", "decode32", "prefill1024", "decode4096", "quality"]
     assert [record["workload"] for record in records] == [name for name in names for _ in range(3)]
     assert [record["contender"] for record in records[:3]] == ["HF generate", "llmopt", "+ paged_kv"]
-    assert "vs other int8" in text
+    assert "vs other f32" in text
+    assert "Q8_0" not in text
     for record in records[:-3]:
         assert record["tokens_identical"]
         assert record["fraction_of_limit"] == pytest.approx(record["limit_ms"] / record["ms_per_step"])
         assert min(record["mb_per_step"], record["gflop_per_step"], record["tokens_per_s"]) > 0
-        assert record["rivals"].keys() == ({"other int8"} if record["workload"] in ("decode8", "decode32") else set())
+        assert record["rivals"].keys() == ({"other f32"} if record["workload"] in ("decode8", "decode32") else set())
     assert all(record["mean_kl"] < 1e-5 for record in records[-3:])
 
 

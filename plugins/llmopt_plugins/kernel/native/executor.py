@@ -165,9 +165,14 @@ class NativeExecute:
     @property
     def weight_dtype(self) -> str | None:
         """The type of most products: ``float32``, ``bfloat16``, or ``int8``, which four bits are widened to."""
-        sizes = self._matrix_bytes()
-        most = max(sizes, key=lambda name: sizes[name], default=None)
+        most = self.weight_format
         return most if most in (None, "float32", "bfloat16") else "int8"
+
+    @property
+    def weight_format(self) -> str | None:
+        """The format of most packed weights, such as ``bfloat16`` or ``int4_group``."""
+        sizes = self._matrix_bytes()
+        return max(sizes, key=lambda name: sizes[name], default=None)
 
     def _matrix_bytes(self) -> dict[str, int]:
         """Bytes by format; none after `close`."""
