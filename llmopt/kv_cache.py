@@ -11,7 +11,7 @@ from torch import Tensor
 
 from llmopt import native
 from llmopt.huge_pages import ask_for_huge_pages
-from llmopt.ops.quantized_rows import SCALE_BYTES, dequantize_rows
+from llmopt.ops.quantized_rows import SCALE_BYTES, dequantize_rows, rotate_rows
 
 if TYPE_CHECKING:
     from llmopt.batch import AcceptedTokens, Batch
@@ -29,7 +29,7 @@ class LayerShape:
     value_dim: int
     dtype: torch.dtype  # of new keys and values, and of queries
     device: torch.device
-    is_quantized: bool = False  # rows are int8 with a scale: see `llmopt.ops.quantized_rows`
+    is_quantized: bool = False  # rows are int8 with a scale, keys rotated: see `llmopt.ops.quantized_rows`
 
     @property
     def stored_dtype(self) -> torch.dtype:
@@ -149,7 +149,8 @@ class KVCache:
         value = layer.value[table].transpose(0, 1).flatten(1, 2)[:, :num_tokens]
         shape = self.shapes[layer_index]
         if shape.is_quantized:
-            return dequantize_rows(key, shape.dtype), dequantize_rows(value, shape.dtype)
+            key = rotate_rows(dequantize_rows(key, torch.float32)).to(shape.dtype)  # back: it is its own inverse
+            return key, dequantize_rows(value, shape.dtype)
         return key, value
 
 

@@ -2,6 +2,7 @@
 #include <cstring>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "core/attention/kernels.h"
 #include "llmopt/attention.h"
@@ -19,15 +20,21 @@ struct Source {
   char* cache;
   int64_t row_bytes;  // in the cache
   int dim;
+  void (*rotate)(const void* from, int n, float* to);     // null: rows stay as they are
   void (*quantize)(const void* from, int n, int8_t* to);  // null: rows are copied
 };
 
 void write_token(const Source& source, int64_t token, int64_t slot, int num_heads, int block_size) {
   const int64_t block = slot / block_size, offset = slot % block_size;
   const char* from = source.data + token * source.token_stride;
+  thread_local std::vector<float> rotated;
   char* to = source.cache + (block * num_heads * block_size + offset) * source.row_bytes;
   for (int head = 0; head < num_heads; ++head) {
-    if (source.quantize) {
+    if (source.rotate) {
+      rotated.resize(source.dim);
+      source.rotate(from, source.dim, rotated.data());
+      source.quantize(rotated.data(), source.dim, reinterpret_cast<int8_t*>(to));
+    } else if (source.quantize) {
       source.quantize(from, source.dim, reinterpret_cast<int8_t*>(to));
     } else {
       std::memcpy(to, from, source.row_bytes);
@@ -68,22 +75,24 @@ void write_kv(const WriteKvArgs& args, const LayerCache& cache, const StepPlan& 
   }
   const auto size = static_cast<int64_t>(item_size(cache.dtype));
   const attention::Kernels& kernels = attention::kernels(selected_isa());
-  const auto quantize = !cache.is_quantized              ? nullptr
-                        : cache.dtype == DType::kFloat32 ? kernels.quantize_row_f32
-                                                         : kernels.quantize_row_bf16;
+  const bool is_float = cache.dtype == DType::kFloat32;
+  const auto rotate = !cache.is_quantized ? nullptr : is_float ? kernels.rotate_row_f32 : kernels.rotate_row_bf16;
+  const auto quantize = !cache.is_quantized ? nullptr : is_float ? kernels.quantize_row_f32 : kernels.quantize_row_bf16;
   const Source key{static_cast<const char*>(args.key),
                    args.key_token_stride * size,
                    args.key_head_stride * size,
                    static_cast<char*>(cache.key),
                    cache.key_row_bytes(),
                    cache.head_dim,
-                   quantize};
+                   rotate,
+                   cache.is_quantized ? kernels.quantize_row_f32 : nullptr};
   const Source value{static_cast<const char*>(args.value),
                      args.value_token_stride * size,
                      args.value_head_stride * size,
                      static_cast<char*>(cache.value),
                      cache.value_row_bytes(),
                      cache.head_dim_v,
+                     nullptr,
                      quantize};
   const auto count = static_cast<int64_t>(slots.size());
   if (estimate_write_ns(args, cache) < kMinParallelNs) num_threads = 1;

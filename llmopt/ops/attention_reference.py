@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llmopt.ops.quantized_rows import SCALE_BYTES, dequantize_rows, quantize_rows
+from llmopt.ops.quantized_rows import SCALE_BYTES, dequantize_rows, quantize_rows, rotate_rows
 
 # Queries are taken in chunks so that one score matrix stays below this.
 MAX_SCORE_BYTES = 256 << 20
@@ -25,13 +25,14 @@ def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
 
     :param key: [T, Hkv, D], any strides, dtype of the cache.
     :param value: [T, Hkv, Dv], any strides, dtype of the cache.
-    :param key_cache: [num_blocks, Hkv, S, D], written in place; or int8 [num_blocks, Hkv, S, D + 2], quantized rows.
+    :param key_cache: [num_blocks, Hkv, S, D], written in place; or int8 [num_blocks, Hkv, S, D + 2], quantized rows
+        of rotated keys.
     :param value_cache: [num_blocks, Hkv, S, Dv], written in place; or int8 as for keys.
     :param slot_mapping: [T] int64, ``block * S + offset``; a token whose slot is negative is dropped.
     """
     block_size = key_cache.shape[2]
     if key_cache.dtype == torch.int8:
-        key, value = quantize_rows(key), quantize_rows(value)
+        key, value = quantize_rows(rotate_rows(key)), quantize_rows(value)
     slots = slot_mapping.to(key_cache.device)
     kept = slots >= 0
     if not bool(kept.all()):
@@ -62,7 +63,8 @@ def paged_attention(
     of its ``seq_lens[b]`` keys. A row that sees no key gives zeros, and so do rows past ``cu_seqlens_q[-1]``.
 
     :param query: [T, Hq, D], any strides.
-    :param key_cache: [num_blocks, Hkv, S, D], Hkv divides Hq; or int8 [num_blocks, Hkv, S, D + 2], quantized rows.
+    :param key_cache: [num_blocks, Hkv, S, D], Hkv divides Hq; or int8 [num_blocks, Hkv, S, D + 2], quantized rows
+        of rotated keys.
     :param value_cache: [num_blocks, Hkv, S, Dv]; or int8 as for keys.
     :param block_tables: [B, M] int32; entries that no query can see are not used and may hold anything.
     :param seq_lens: [B] int32, keys of each request, this step's tokens included.
@@ -74,6 +76,8 @@ def paged_attention(
     :param draft_masks: one per token where drafts are trees, else empty: see `visible_keys`.
     :returns: [T, Hq, Dv], dtype of the query.
     """
+    if key_cache.dtype == torch.int8:
+        query = rotate_rows(query).to(query.dtype)
     head_dim_v = value_cache.shape[-1] - (SCALE_BYTES if value_cache.dtype == torch.int8 else 0)
     out = query.new_zeros((query.shape[0], query.shape[1], head_dim_v))
     starts = cu_seqlens_q.tolist()

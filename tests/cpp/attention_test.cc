@@ -15,6 +15,7 @@
 #include <stdexcept>
 #include <vector>
 
+#include "core/attention/kernels.h"
 #include "llmopt/isa.h"
 #include "llmopt/linear.h"
 #include "llmopt/thread_team.h"
@@ -90,6 +91,7 @@ struct Problem {
   std::vector<uint64_t> draft_masks;  // [num_tokens], empty without drafts
   std::vector<float> sinks;
   std::unique_ptr<Buffer> key_cache, value_cache, query, out;
+  std::unique_ptr<Buffer> rotated_query;         // as it meets the keys of a quantized cache
   std::unique_ptr<char[]> key_rows, value_rows;  // the caches in 8 bits; null: they are not quantized
   float scale;
 
@@ -142,12 +144,22 @@ struct Problem {
       }
     }
     if (stored.is_quantized) {
+      rotated_query = std::make_unique<Buffer>(dtype, static_cast<size_t>(num_heads) * num_tokens * s.head_dim, 0);
+      for (int row = 0; row < num_heads * num_tokens; ++row) rotate(*query, row, s.head_dim, *rotated_query);
+      for (size_t row = 0; row < rows; ++row) rotate(*key_cache, row, s.head_dim, *key_cache);
       key_rows = quantize(*key_cache, rows, s.head_dim);
       value_rows = quantize(*value_cache, rows, s.head_dim_v);
     }
     if (s.sinks) {
       for (int h = 0; h < num_heads; ++h) sinks.push_back(normal(random));
     }
+  }
+
+  static void rotate(const Buffer& from, size_t row, int dim, Buffer& to) {
+    std::vector<float> values(dim);
+    for (int d = 0; d < dim; ++d) values[d] = from.get(row * dim + d);
+    attention::kernels(selected_isa()).rotate_row_f32(values.data(), dim, values.data());
+    for (int d = 0; d < dim; ++d) to.set(row * dim + d, values[d]);
   }
 
   // Rows in 8 bits, in memory of exactly their size; the buffer then holds what they stand for.
@@ -245,7 +257,8 @@ struct Problem {
     for (const int k : keys) {
       double score = 0;
       for (int d = 0; d < s.head_dim; ++d) {
-        score += static_cast<double>(query->get((static_cast<size_t>(h) * num_tokens + token) * s.head_dim + d)) *
+        const Buffer& q_rows = rotated_query ? *rotated_query : *query;
+        score += static_cast<double>(q_rows.get((static_cast<size_t>(h) * num_tokens + token) * s.head_dim + d)) *
                  key_cache->get(cache_row(b, h / s.group, k) * s.head_dim + d);
       }
       score *= scale;
@@ -439,7 +452,9 @@ TEST_P(Attention, InsideATeamTheResultIsTheSameBitForBitWhateverTheNumberOfThrea
     ThreadTeam team(options);
     for (int layer = 0; layer < 3; ++layer) {
       std::memset(problem.out->data(), 0xff, num_bytes);
-      AttentionCall call(problem.args(), problem.cache(), plan);
+      AttentionArgs args = problem.args();
+      if (problem.rotated_query) args.query = problem.rotated_query->data();
+      AttentionCall call(args, problem.cache(), plan);
       team.run([&](int, int) {
         TileScope tiles;
         call.run();

@@ -7,12 +7,13 @@
 #include <stdexcept>
 #include <vector>
 
+#include "core/attention/kernels.h"
 #include "llmopt/attention.h"
 
 namespace llmopt {
 namespace {
 
-constexpr int kHeads = 2, kBlockSize = 4, kHeadDim = 3, kHeadDimV = 5, kBlocks = 6;
+constexpr int kHeads = 2, kBlockSize = 4, kHeadDim = 12, kHeadDimV = 5, kBlocks = 6;
 constexpr float kUntouched = -77;
 
 struct Fixture {
@@ -86,7 +87,10 @@ TEST(WriteKv, QuantizedRowsAreWithinHalfAStepOfTheTokensAndTheRestIsUntouched) {
   f.key[0] = 1e30f;  // one large value takes the others of its row to zero
   f.key[5] = -0.0f;
   write_kv(f.args(), cache, f.plan, 2);
-  const auto check = [&](const std::vector<int8_t>& stored, const std::vector<float>& from, int dim) {
+  const auto check = [&](const std::vector<int8_t>& stored, std::vector<float> from, int dim, bool is_rotated) {
+    for (size_t row = 0; is_rotated && row < from.size(); row += dim) {
+      attention::kernels(selected_isa()).rotate_row_f32(from.data() + row, dim, from.data() + row);
+    }
     for (int slot = 0; slot < kBlocks * kBlockSize; ++slot) {
       int token = -1;
       for (size_t t = 0; t < f.slots.size(); ++t) token = f.slots[t] == slot ? static_cast<int>(t) : token;
@@ -109,8 +113,8 @@ TEST(WriteKv, QuantizedRowsAreWithinHalfAStepOfTheTokensAndTheRestIsUntouched) {
       }
     }
   };
-  check(keys, f.key, kHeadDim);
-  check(values, f.value, kHeadDimV);
+  check(keys, f.key, kHeadDim, true);
+  check(values, f.value, kHeadDimV, false);
 }
 
 TEST(WriteKv, AQuantizedRowWithAnInfinityOrANanIsNanAndOneOfZerosIsZero) {

@@ -71,6 +71,7 @@ class Scratch {
 };
 
 thread_local Scratch scratch;
+thread_local Scratch rotated_query;  // of the thread that calls
 
 bool has_row_tiles(const Kernels& kernels, const LayerCache& cache) {
   return kernels.attend_row_tiles_bf16 && cache.dtype == DType::kBFloat16 &&
@@ -340,7 +341,37 @@ double estimate_attention_ns(const AttentionArgs& args, const LayerCache& cache,
   return plan.work(work_shape(args, cache)).cost_per_head * cache.num_kv_heads;
 }
 
-void paged_attention(const AttentionArgs& args, const LayerCache& cache, StepPlan& plan, int num_threads) {
+namespace {
+
+// The same call with a query that was rotated as the keys are, in memory of this thread.
+AttentionArgs with_rotated_query(AttentionArgs args, const LayerCache& cache, int num_threads) {
+  constexpr double kNsPerRow = 20;
+  const attention::Kernels& kernels = attention::kernels(selected_isa());
+  const bool is_float = cache.dtype == DType::kFloat32;
+  const auto size = static_cast<int64_t>(item_size(cache.dtype));
+  const int64_t dim = args.head_dim, num_rows = args.num_tokens * args.num_heads;
+  const auto* from = static_cast<const std::byte*>(args.query);
+  std::byte* to = rotated_query.at_least(num_rows * dim * size);
+  parallel_team(num_rows * kNsPerRow < kMinParallelNs ? 1 : num_threads, [&](int thread, int team) {
+    auto* row = reinterpret_cast<float*>(scratch.at_least(round_up(dim, attention::kColumnPadding) * sizeof(float)));
+    for (int64_t i = num_rows * thread / team; i < num_rows * (thread + 1) / team; ++i) {
+      const int64_t token = i / args.num_heads, head = i % args.num_heads;
+      const void* at = from + (token * args.query_token_stride + head * args.query_head_stride) * size;
+      (is_float ? kernels.rotate_row_f32 : kernels.rotate_row_bf16)(at, args.head_dim, row);
+      (is_float ? kernels.write_row_f32 : kernels.write_row_bf16)(row, args.head_dim, 1, to + i * dim * size);
+    }
+  });
+  args.query = to;
+  args.query_token_stride = args.num_heads * dim;
+  args.query_head_stride = dim;
+  return args;
+}
+
+}  // namespace
+
+void paged_attention(const AttentionArgs& given, const LayerCache& cache, StepPlan& plan, int num_threads) {
+  check(given, cache, plan);
+  const AttentionArgs args = cache.is_quantized ? with_rotated_query(given, cache, num_threads) : given;
   AttentionCall call(args, cache, plan);
   if (call.cost_ns() < kMinParallelNs) num_threads = 1;
   num_threads = static_cast<int>(std::clamp<int64_t>(call.num_tasks(), 1, std::max(1, num_threads)));

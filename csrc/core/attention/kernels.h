@@ -66,6 +66,9 @@ struct Kernels {
   // out[i] = row[i] * factor for i < n, rounded to the dtype. Rows are padded to kColumnPadding.
   void (*write_row_f32)(const float* row, int n, float factor, void* out);
   void (*write_row_bf16)(const float* row, int n, float factor, void* out);
+  // n floats from n elements: the rotation of keys and queries, see llmopt/layer_cache.h. Floats may stay in place.
+  void (*rotate_row_f32)(const void* from, int n, float* to);
+  void (*rotate_row_bf16)(const void* from, int n, float* to);
   // A quantized row of n values from n elements.
   void (*quantize_row_f32)(const void* from, int n, int8_t* to);
   void (*quantize_row_bf16)(const void* from, int n, int8_t* to);

@@ -3,6 +3,7 @@
 
 #include "core/attention/compute.h"
 #include "core/attention/quantized_rows.h"
+#include "core/attention/rotation.h"
 #include "core/attention/rows.h"
 #include "core/attention/tile.h"
 
@@ -29,6 +30,8 @@ Kernels make_kernels() {
   kernels.attend_tile_bf16 = attend_tile<TileCompute>;
   kernels.write_row_f32 = write_row<Float32>;
   kernels.write_row_bf16 = write_row<BFloat16>;
+  kernels.rotate_row_f32 = rotate_row<Float32>;
+  kernels.rotate_row_bf16 = rotate_row<BFloat16>;
   kernels.quantize_row_f32 = quantize_row<Float32>;
   kernels.quantize_row_bf16 = quantize_row<BFloat16>;
   kernels.workspace_bytes = [](int rows, int head_dim, int head_dim_v) {

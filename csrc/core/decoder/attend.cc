@@ -117,6 +117,7 @@ void Forward::rotate_and_store_head(float* values, int64_t row, int head, int la
     const int64_t half = rope.rotary_dim / 2, at = inputs_.positions[row] * half;
     (rope.is_interleaved ? kernels_.rotate_interleaved : kernels_.rotate)(values, half, rope.cos + at, rope.sin + at);
   }
+  if (cache.is_quantized && !is_value) attention_kernels_.rotate_row_f32(values, spec.head_dim, values);
   std::byte* to = nullptr;
   if (is_query) {
     to = query_.data() + (row * spec.num_heads + head) * dim * size;

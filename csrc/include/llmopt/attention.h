@@ -49,6 +49,7 @@ struct WriteKvArgs {
 //
 // It is made in well under a microsecond once the plan has the split for layers of this shape, which the first call of
 // a step makes; the query's contents are not read before run(). `plan` and what `args` and `cache` point to outlive it.
+// Where the cache is quantized, the query comes rotated (llmopt/layer_cache.h); paged_attention does that itself.
 // One call at a time per plan: they share its memory for partial results. Threads take tasks one after the other until
 // none is left, so any number of them may run, and the result does not depend on it.
 class AttentionCall {

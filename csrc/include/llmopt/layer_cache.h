@@ -12,6 +12,11 @@ inline constexpr int kScaleBytes = 2;
 
 // The memory belongs to the caller and outlives this object. A row is what a token has for one head: head_dim elements,
 // or where the cache is quantized head_dim int8 values and their scale.
+//
+// The keys of a quantized cache are rotated before they are rounded, and so are the queries that meet them, which
+// leaves their products as they were. The rotation is an orthonormal Hadamard matrix, of the largest power of two that
+// divides head_dim, for each group of so many elements. It spreads channels that are much larger than the others, and
+// would set the scale of all, over the group. It is its own inverse.
 struct LayerCache {
   void* key;    // [num_blocks, num_kv_heads, block_size] rows of head_dim, contiguous
   void* value;  // [num_blocks, num_kv_heads, block_size] rows of head_dim_v, contiguous

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from llmopt import native
 from llmopt.ops.attention import PagedAttention, paged_attention, write_kv
-from llmopt.ops.quantized_rows import dequantize_rows, quantize_rows
+from llmopt.ops.quantized_rows import dequantize_rows, quantize_rows, rotate_rows
 
 needs_native = pytest.mark.skipif(native.why_not("auto") is not None, reason=str(native.why_not("auto")))
 
@@ -37,13 +37,12 @@ class Case:
 
     def quantized(self) -> Case:
         """The same with caches in 8 bits."""
-        return replace(self, key_cache=quantize_rows(self.key_cache), value_cache=quantize_rows(self.value_cache))
+        return replace(self, key_cache=quantize_rows(rotate_rows(self.key_cache)), value_cache=quantize_rows(self.value_cache))
 
     def unpacked(self) -> Case:
         """What a quantized case stands for."""
-        dtype = self.query.dtype
-        key, value = dequantize_rows(self.key_cache, dtype), dequantize_rows(self.value_cache, dtype)
-        return replace(self, key_cache=key, value_cache=value)
+        key = rotate_rows(dequantize_rows(self.key_cache, torch.float64))
+        return replace(self, key_cache=key, value_cache=dequantize_rows(self.value_cache, torch.float64))
 
     def reference(self, **options: object) -> Tensor:
         """The torch reference in float64."""

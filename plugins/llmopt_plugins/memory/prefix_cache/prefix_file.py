@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from llmopt.errors import LlmoptError
+from llmopt.ops.quantized_rows import ROW_FORMAT
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -46,6 +47,8 @@ def fingerprint(model: PreTrainedModel, config: PipelineConfig, kv_cache: KVCach
     kernel = config.kernel
     parts.append((kernel.weight_bits, kernel.head_bits, kernel.weight_group_size, kernel.weight_minimum))
     parts.append([(i, repr(shape)) for i, shape in sorted(kv_cache.shapes.items())])
+    if any(shape.is_quantized for shape in kv_cache.shapes.values()):
+        parts.append(ROW_FORMAT)
     named = sorted(model.named_parameters(), key=lambda pair: pair[0])
     for name, parameter in named[:: max(1, len(named) // _NUM_SAMPLED)]:
         parts.append((name, str(parameter.dtype), tuple(parameter.shape)))
