@@ -10,6 +10,8 @@ Source: S. Ashkboos et al., "QuaRot: Outlier-Free 4-Bit Inference in Rotated LLM
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -32,7 +34,7 @@ def rotate_rows(rows: Tensor) -> Tensor:
         a, b = pairs.unbind(-2)
         rows = torch.stack([a + b, a - b], dim=-2).flatten(-3)
         stride *= 2
-    return rows * size**-0.5
+    return rows * (1 / math.sqrt(size))
 
 
 def quantize_rows(rows: Tensor) -> Tensor:

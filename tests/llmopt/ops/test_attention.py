@@ -37,7 +37,8 @@ class Case:
 
     def quantized(self) -> Case:
         """The same with caches in 8 bits."""
-        return replace(self, key_cache=quantize_rows(rotate_rows(self.key_cache)), value_cache=quantize_rows(self.value_cache))
+        key, value = quantize_rows(rotate_rows(self.key_cache)), quantize_rows(self.value_cache)
+        return replace(self, key_cache=key, value_cache=value)
 
     def unpacked(self) -> Case:
         """What a quantized case stands for."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,8 +13,10 @@ import numpy as np
 import pytest
 
 from llmopt.batch import Batch
+from llmopt.block_pool import BlockPool
 from llmopt.config import PipelineConfig
 from llmopt_plugins.scheduling.pd_separation.cpu_split import split
+from llmopt_plugins.scheduling.pd_separation.hand_over import HandOver
 from llmopt_plugins.scheduling.pd_separation.keeper import Job, Keeper, Limits, chunk_batch
 from llmopt_plugins.scheduling.pd_separation.protocol import Broken, Done, Ready, Setup
 
@@ -349,3 +352,23 @@ def test_cpus_are_split_and_none_is_left_without(
 def test_a_quota_is_split_in_proportion() -> None:
     mine, (theirs,) = split(tuple(range(16)), 8, 1, 4)
     assert (mine.num_threads, theirs.num_threads) == (6, 2)
+
+
+def test_a_forked_child_that_closes_leaves_the_workers_of_its_parent_alone() -> None:
+    class Spy:
+        is_closed = False
+
+        def close(self) -> None:
+            self.is_closed = True
+
+    hand_over, keeper, closed = HandOver(BlockPool(4, 4), min_tokens=1), Spy(), []
+    hand_over.keepers.append(keeper)  # type: ignore[arg-type]
+    hand_over.closers.append(lambda: closed.append(True))
+    child = os.fork()
+    if child == 0:
+        hand_over.close()
+        os._exit(int(keeper.is_closed or bool(closed)))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    hand_over.close()
+    assert keeper.is_closed
+    assert closed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,7 @@ class HandOver:
         self.waiting: set[Request] = set()  # long prompts for which no worker had time
         self.counts = {"num_handed_over": 0, "num_prefill_tokens": 0, "num_recomputed": 0}
         self._orphans: list[Job] = []  # blocks of requests that went away while a worker wrote to them
+        self._pid = os.getpid()  # whose workers they are
         self._lock = threading.Lock()  # of what `on_over` shares with the others
 
     def start(self, pipeline: InferencePipeline) -> None:
@@ -136,8 +138,10 @@ class HandOver:
         }
 
     def close(self) -> None:
-        """End the workers."""
+        """End the workers. In a forked child nothing happens: they belong to its parent, which goes on using them."""
         self.pipeline = None
+        if os.getpid() != self._pid:
+            return
         for close in self.closers:
             close()
         for keeper in self.keepers:
