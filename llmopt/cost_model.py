@@ -79,6 +79,7 @@ class CostModel:
         self._rows: list[int] = []
         self._row_s: list[float] = []  # beyond what the tokens cost
         self._row_scale = self._context_scale = self._pair_scale = 1.0
+        self._left_out_s = 0.0
         self._num_observed = 0
         self._error = 0.0  # moving mean of |log(seen / predicted)|
 
@@ -202,6 +203,13 @@ class CostModel:
         return self.measured
 
     # -- learning -----------------------------------------------------------------------------------------------------
+    def leave_out(self, seconds: float) -> None:
+        """Take seconds of the step that runs now out of its time, for work that says nothing of later steps.
+
+        A drafter's, for example: who asks what a step with drafts costs adds the time of drafting himself.
+        """
+        self._left_out_s += seconds
+
     def observe(self, shape: StepShape, seconds: float) -> None:
         """Learn from a step that ran.
 
@@ -210,6 +218,7 @@ class CostModel:
         off by a half: pauses of the machine do no harm, lasting changes are followed within some twenty steps.
         """
         found = self.measured
+        seconds, self._left_out_s = seconds - self._left_out_s, 0.0
         if found is None or shape.num_tokens <= 0 or not seconds > 0.0:
             return
         left, share = _place(self._tokens, shape.num_tokens)

@@ -1,0 +1,376 @@
+"""How many drafts pay: the controller that all drafters share.
+
+Goodput is tokens per second. With ``B`` rows that get a token each and ``m`` drafts of chance ``P`` among them, a step
+gives ``B + sum(P)`` tokens in ``T(B + m) + D(m)`` seconds, and the plain step ``B`` in ``T(B)``. The controller takes
+the most likely drafts first and stops where the quotient is largest; no draft at all is one of the choices.
+Sources: X. Liu et al., "TurboSpec: Closed-loop Speculation Control System for Optimizing LLM Serving Goodput", 2024;
+Y. Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", 2023 (expected tokens of a chain).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from llmopt.cost_model import StepShape
+from llmopt_plugins.speculation.acceptance import Acceptance
+
+if TYPE_CHECKING:
+    from llmopt.cost_model import CostModel
+    from llmopt.request import Request
+
+_MIN_GAIN = 0.03  # predicted gain that turns a kind of draft on; it stays on while there is any
+_KEEP = 0.98  # of the best goodput: a number of drafts that reaches so much is kept
+_PROBE_SHARE = 0.005  # of the time may go into probes that fail
+_PROBE_DRAFTS = 3  # tokens of a probe
+_PROBE_MEMORY = 0.7  # of windows while they are probed: what was seen before the pause counts less
+_MAX_BACK_OFF = 16  # waits between failing probes grow up to this factor
+_ASK_SHARE = 0.002  # of the time may go into asking a drafter whose drafts are not used
+_GUARD_ROUNDS = 32
+_GUARD = 0.98  # of the plain tokens/s: less turns everything off
+_GUARD_WAIT = 64  # steps until the first probe after that
+_REFRESH = 16  # rounds for which predicted times are good
+_RATE = 0.1
+
+
+@dataclass(slots=True)
+class Row:
+    """A row that may get drafts."""
+
+    request: Request
+    room: int  # drafts that it may have
+    kind: int = 0  # class of confidence
+
+
+@dataclass(slots=True)
+class _Kind:
+    """What is known of one class of drafts."""
+
+    acceptance: Acceptance
+    is_on: bool = True
+    num_draft: int = 0  # chosen last, for one row
+    wait: int = 0  # chances to draft that are passed over until the next probe
+    back_off: int = 1
+
+
+@dataclass(slots=True)
+class _Round:
+    """The step that is under way."""
+
+    shape: StepShape
+    began_s: float
+    num_tokens: int  # that the step gives without drafts
+    drafted: dict[Request, tuple[int, int]] = field(default_factory=dict)  # kind, and number of tokens
+    draft_s: float = 0.0  # that drafting took
+    predicted: float = 1.0  # speed-up
+
+
+class Goodput:
+    """Chooses the number of drafts of each row; one object per drafter.
+
+    :param cost: seconds of a step.
+    :param draft_s: (rows, tokens per row) -> seconds of drafting, as the drafter estimates it.
+    :param priors: for each kind of draft, the chance of a token whose predecessor was accepted, before any was seen.
+    :param fixed: always so many drafts, whatever they cost; None: what pays.
+    """
+
+    def __init__(
+        self,
+        cost: CostModel,
+        draft_s: Callable[[int, int], float],
+        max_num_draft: int,
+        priors: Sequence[float] = (0.5,),
+        fixed: int | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.cost, self.estimate_s, self.clock = cost, draft_s, clock
+        self.max_num_draft = max_num_draft
+        self.fixed = fixed
+        self.kinds = [_Kind(Acceptance(prior, max_num_draft)) for prior in priors]
+        self._round: _Round | None = None
+        self._sleep = 0  # steps until the drafter is asked again
+        self._times: dict[tuple[int, int, int], list[float]] = {}  # predicted, by (tokens, rows, context bucket)
+        self._age = 0  # rounds since they were computed
+        self._skills: dict[Request, list[float]] = {}  # accepted and expected drafts, of late
+        self._draft_ratio = 1.0  # measured over estimated time of drafting
+        self._ask_s = 0.0  # time of a call that brought no draft
+        self._num_vain = 0  # calls in a row that brought none
+        self._plain_ratio = 1.0  # measured over predicted time of steps without drafts
+        self._gained_s = self._spent_s = 0.0  # of late: plain time of the tokens that rounds gave, and their own time
+        self._guard_rounds = 0
+        self._guard_back_off = 1
+        self._predicted = 0.0  # moving mean over rounds
+        self.num_rounds = self.num_drafted = self.num_accepted = 0
+        self.num_probes = self.num_guarded = self.num_slept = 0
+        self._total_gained_s = self._total_spent_s = self._total_draft_s = 0.0
+
+    # -- before the forward -------------------------------------------------------------------------------------------
+    def is_asleep(self) -> bool:
+        """Whether this step goes without the drafter. Counts down; called once per step."""
+        self._round = None
+        if self._sleep > 0:
+            self._sleep -= 1
+            self.num_slept += 1
+            return True
+        return False
+
+    def begin(self, shape: StepShape, num_tokens: int) -> None:
+        """A step begins that may have drafts.
+
+        :param shape: of its forward without drafts.
+        :param num_tokens: rows that get a token in any case.
+        """
+        self._round = _Round(shape, self.clock(), num_tokens)
+
+    def plan(self, rows: Sequence[Row]) -> list[int]:
+        """How many drafts each row should have, of at most ``room``. Goes before `draft` or after it."""
+        now = self._round
+        assert now is not None
+        if self.fixed is not None:
+            return [min(row.room, self.fixed) for row in rows]
+        if self.cost.measured is None:  # while the pipeline is built
+            return [0] * len(rows)
+        counts = self._plan_one(rows[0], now) if len(rows) == 1 else self._plan_many(rows, now)
+        self._num_vain = 0 if any(counts) else self._num_vain + 1
+        return counts
+
+    def _plan_one(self, row: Row, now: _Round) -> list[int]:
+        kind = self.kinds[row.kind]
+        times = self._step_times(now, 1)
+        chances = kind.acceptance.chances()
+        plain = now.num_tokens / times[0]
+        tokens = float(now.num_tokens)
+        best, best_count, kept = plain, 0, 0.0
+        for count in range(1, min(row.room, len(times) - 1) + 1):
+            tokens += chances[count - 1]
+            rate = tokens / times[count]
+            if count == kind.num_draft:
+                kept = rate
+            if rate > best:
+                best, best_count = rate, count
+        if best_count and kept >= _KEEP * best and kept > plain:
+            best_count, best = kind.num_draft, kept
+        now.predicted = best / plain
+        if best_count and (kind.is_on or best > (1.0 + _MIN_GAIN) * plain):
+            self._turn_on(kind)
+            kind.num_draft = best_count
+            return [best_count]
+        if row.room:
+            best_count = self._probe(kind, row.room, times)
+        return [best_count]
+
+    def _plan_many(self, rows: Sequence[Row], now: _Round) -> list[int]:
+        """The most likely drafts of all rows first, as long as they raise the goodput of the step."""
+        counts = [0] * len(rows)
+        candidates: list[tuple[float, int, int]] = []
+        for place, row in enumerate(rows):
+            skill = self._skill_of(row.request)
+            for depth, chance in enumerate(self.kinds[row.kind].acceptance.chances()[: row.room]):
+                candidates.append((-min(1.0, skill * chance), depth, place))
+        candidates.sort()  # chances of a row never rise, so every prefix has the first ones of each row
+        times = self._step_times(now, len(rows))
+        plain = now.num_tokens / times[0]
+        tokens, best, best_count = float(now.num_tokens), plain, 0
+        for count, (chance, _, _) in enumerate(candidates[: len(times) - 1], start=1):
+            tokens -= chance
+            rate = tokens / times[count]
+            if rate > best:
+                best, best_count = rate, count
+            elif rate < 0.8 * best:
+                break
+        now.predicted = best / plain
+        is_worth_it = best > (1.0 + _MIN_GAIN) * plain or any(self.kinds[row.kind].is_on for row in rows)
+        if best_count and is_worth_it:
+            for _, _, place in candidates[:best_count]:
+                counts[place] += 1
+        used = {rows[place].kind for place, count in enumerate(counts) if count}
+        for kind in used:
+            self._turn_on(self.kinds[kind])
+        probed: set[int] = set()
+        for place, row in enumerate(rows):
+            if row.kind not in used and row.kind not in probed and row.room:
+                probed.add(row.kind)
+                counts[place] = self._probe(self.kinds[row.kind], row.room, times)
+        return counts
+
+    def _turn_on(self, kind: _Kind) -> None:
+        kind.is_on, kind.wait, kind.back_off = True, 0, 1
+
+    def _probe(self, kind: _Kind, room: int, times: list[float]) -> int:
+        """A kind of draft does not pay: whether it is tried all the same, and with how many tokens.
+
+        Waits are so long that probes which fail cost a fixed share of the time, and grow while they fail.
+        """
+        if kind.is_on:
+            kind.is_on, kind.num_draft = False, 0
+            kind.wait = self._wait_of(times)
+        if kind.wait > 0:
+            kind.wait -= 1
+            if len(self.kinds) == 1 and kind.wait:
+                self._sleep, kind.wait = kind.wait, 0
+            return 0
+        kind.wait = self._wait_of(times) * kind.back_off
+        kind.back_off = min(2 * kind.back_off, _MAX_BACK_OFF)
+        self.num_probes += 1
+        return min(room, _PROBE_DRAFTS)
+
+    def _wait_of(self, times: list[float]) -> int:
+        probe = times[min(_PROBE_DRAFTS, len(times) - 1)] / times[0] - 1.0
+        return max(1, math.ceil(probe / _PROBE_SHARE))
+
+    def _skill_of(self, request: Request) -> float:
+        """How much better than others this request is guessed."""
+        hits, expected = self._skills.get(request, (0.0, 0.0))
+        return min(2.0, (hits + 4.0) / (expected + 4.0))
+
+    def _step_times(self, now: _Round, num_rows: int) -> list[float]:
+        """Predicted seconds of the step with 0, 1, ... drafts, with the time that drafting them takes."""
+        shape = now.shape
+        context = shape.num_context_tokens + shape.num_prefill_pairs
+        key = (shape.num_tokens, shape.num_rows, num_rows << 8 | int(8.0 * math.log2(context + 64.0)))
+        times = self._times.get(key)
+        if times is None:
+            cost, ratio = self.cost, self._draft_ratio
+            per_draft = shape.num_context_tokens // max(1, shape.num_rows)
+            times = [
+                cost.step_s(
+                    shape.num_tokens + count,
+                    shape.num_rows,
+                    shape.num_context_tokens,
+                    shape.num_prefill_pairs + count * per_draft,
+                )
+                + (ratio * self.estimate_s(min(count, num_rows), -(-count // num_rows)) if count else 0.0)
+                for count in range(num_rows * self.max_num_draft + 1)
+            ]
+            self._times[key] = times
+        return times
+
+    def end_draft(self, drafted: Iterable[tuple[Request, int, int]], num_asked: int, limit: int) -> None:
+        """Drafts were made, and cut.
+
+        :param drafted: request, kind and number of tokens of each draft.
+        :param num_asked: rows for which the drafter was asked; 0: it was not.
+        :param limit: the most tokens it was asked for.
+        """
+        now = self._round
+        assert now is not None
+        seconds = self.clock() - now.began_s
+        now.draft_s = seconds
+        self.cost.leave_out(seconds)
+        for request, kind, count in drafted:
+            now.drafted[request] = (kind, count)
+        if not now.drafted:
+            self._ask_s += _RATE * (seconds - self._ask_s) if self._ask_s else seconds
+            if self._num_vain >= 2 * _GUARD_ROUNDS and self.cost.measured is not None and self.fixed is None:
+                plain_s = self._step_times(now, 1)[0]
+                self._sleep = max(self._sleep, min(_GUARD_WAIT, int(self._ask_s / (_ASK_SHARE * plain_s))))
+            return
+        expected = self.estimate_s(num_asked, limit)
+        if num_asked and expected > 0.0:
+            ratio = min(max(seconds / expected, 0.02), 50.0)
+            self._draft_ratio += _RATE * (ratio - self._draft_ratio)
+
+    # -- after the step -----------------------------------------------------------------------------------------------
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a step has begun and not ended."""
+        return self._round is not None
+
+    def end(self, accepted: dict[Request, Sequence[int]] | None) -> None:
+        """The step was committed.
+
+        :param accepted: for each request that got tokens, the indices of its drafts that were accepted; None: nobody
+            had drafts.
+        """
+        now, self._round = self._round, None
+        if now is None or self.cost.measured is None:
+            return
+        seconds = self.clock() - now.began_s
+        shape = now.shape
+        plain_s = self.cost.step_s(shape.num_tokens, shape.num_rows, shape.num_context_tokens, shape.num_prefill_pairs)
+        is_decode = shape.num_tokens == shape.num_rows
+        if not now.drafted:
+            if is_decode and accepted is None:
+                ratio = min(max(seconds / plain_s, 0.5), 2.0)
+                self._plain_ratio += _RATE * (ratio - self._plain_ratio)
+            return
+        accepted = accepted or {}
+        for request, (kind, count) in now.drafted.items():
+            places = accepted.get(request, ())
+            self.num_accepted += len(places)
+            self._count(request, self.kinds[kind], count, places)
+        total = sum(map(len, accepted.values()))  # those of other drafters too
+        self.num_rounds += len(now.drafted)
+        self._predicted += (now.predicted - self._predicted) * max(_RATE, 1.0 / self.num_rounds)
+        self._age += 1
+        if self._age >= _REFRESH:
+            self._age = 0
+            self._times.clear()
+        if is_decode:
+            self._guard((now.num_tokens + total) / now.num_tokens * plain_s * self._plain_ratio, seconds)
+            self._total_draft_s += now.draft_s
+
+    def _count(self, request: Request, kind: _Kind, count: int, places: Sequence[int]) -> None:
+        self.num_drafted += count
+        skill = self._skills.setdefault(request, [0.0, 0.0])
+        expected = kind.acceptance.expected(count)
+        skill[0] = 0.9 * skill[0] + len(places)
+        skill[1] = 0.9 * skill[1] + expected
+        if kind.is_on:
+            kind.acceptance.observe(count, places)
+        else:
+            kind.acceptance.observe(count, places, _PROBE_MEMORY)
+
+    def _guard(self, gained_s: float, spent_s: float) -> None:
+        """Turn everything off when rounds were slower than plain steps would have been."""
+        self._total_gained_s += gained_s
+        self._total_spent_s += spent_s
+        keep = 1.0 - 1.0 / _GUARD_ROUNDS
+        self._gained_s = keep * self._gained_s + gained_s
+        self._spent_s = keep * self._spent_s + spent_s
+        self._guard_rounds += 1
+        if self.fixed is not None or self._guard_rounds < _GUARD_ROUNDS:
+            return
+        if self._gained_s >= _GUARD * self._spent_s:
+            if self._gained_s > self._spent_s:
+                self._guard_back_off = 1
+            return
+        self.num_guarded += 1
+        self._sleep = _GUARD_WAIT * self._guard_back_off
+        self._guard_back_off = min(2 * self._guard_back_off, _MAX_BACK_OFF)
+        self._guard_rounds = _GUARD_ROUNDS // 2  # half as many show whether it has become better
+        self._gained_s = self._spent_s = 0.0
+        for kind in self.kinds:
+            kind.is_on, kind.num_draft = False, 0
+
+    def forget(self, request: Request) -> None:
+        """A request has finished."""
+        self._skills.pop(request, None)
+
+    # -- showing ------------------------------------------------------------------------------------------------------
+    @property
+    def is_on(self) -> bool:
+        """Whether any kind of draft is used."""
+        return self.fixed is not None or (not self._sleep and any(kind.is_on for kind in self.kinds))
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since the pipeline was built."""
+        rounds = max(1, self.num_rounds)
+        return {
+            "is_on": self.is_on,
+            "rounds": self.num_rounds,  # rows that had drafts, over all steps
+            "drafted": self.num_drafted,
+            "accepted": self.num_accepted,
+            "tokens_per_round": round(1.0 + self.num_accepted / rounds, 3) if self.num_rounds else 0.0,
+            "num_draft": self.fixed if self.fixed is not None else [kind.num_draft for kind in self.kinds],
+            "acceptance": [[round(p, 3) for p in kind.acceptance.chances()[:4]] for kind in self.kinds],
+            "predicted_speedup": round(self._predicted, 3),  # of rounds, over plain steps
+            "measured_speedup": round(self._total_gained_s / self._total_spent_s, 3) if self._total_spent_s else 0.0,
+            "draft_us": round(1e6 * self._total_draft_s / rounds, 1),  # per round
+            "num_probes": self.num_probes,
+            "num_guarded": self.num_guarded,  # times that rounds were slower than plain steps, and were turned off
+            "num_slept": self.num_slept,  # steps in which the drafter was not asked
+        }
