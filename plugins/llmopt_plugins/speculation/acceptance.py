@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-_MEMORY = 0.97  # what a round keeps of the weight of those before it: some thirty rounds count
+_MEMORY = 0.98  # what a round keeps of the weight of those before it: some fifty rounds count
 _PRIOR_WEIGHT = 2.0  # rounds that a guess from the place before is worth
 
 

@@ -181,9 +181,8 @@ class DraftAllocate(Wrapping):
 
 def _accepted_places(accepted: AcceptedTokens) -> dict[Request, Sequence[int]]:
     """For each request, the indices of its drafts that were accepted."""
-    paths = getattr(accepted, "paths", None)
-    if paths is not None:
-        return dict(zip(accepted.requests, paths, strict=True))
+    if accepted.paths is not None:
+        return dict(zip(accepted.requests, accepted.paths, strict=True))
     return {r: range(len(ids) - 1) for r, ids in zip(accepted.requests, accepted.token_ids, strict=True)}
 
 
@@ -220,11 +219,20 @@ def _pack(batch: Batch, drafts: dict[int, Draft], others: DraftTokens | None) ->
         width = max(width, others.token_ids.shape[1])
     token_ids = np.full((batch.num_requests, width), -1, dtype=np.int64)
     num_draft = np.zeros(batch.num_requests, dtype=np.int32)
+    parents: np.ndarray | None = None
+    if any(draft.parents is not None for draft in drafts.values()) or (
+        others is not None and others.parents is not None
+    ):
+        parents = np.tile(np.arange(-1, width - 1, dtype=np.int32), (batch.num_requests, 1))
     if others is not None:
         token_ids[:, : others.token_ids.shape[1]] = others.token_ids
         num_draft[:] = others.num_draft
+        if parents is not None and others.parents is not None:
+            parents[:, : others.parents.shape[1]] = others.parents
     for place, draft in drafts.items():
         count = len(draft.token_ids)
         token_ids[place, :count] = draft.token_ids
         num_draft[place] = count
-    return DraftTokens(token_ids, num_draft)
+        if parents is not None:
+            parents[place, :count] = range(-1, count - 1) if draft.parents is None else draft.parents
+    return DraftTokens(token_ids, num_draft, parents)
