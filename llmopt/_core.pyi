@@ -127,10 +127,25 @@ class TokenMover:
     def move(self, sources: list[int], targets: list[int], /) -> None:
         """Copy tokens in this order. ValueError, IndexError: the lists differ, or a place does not exist."""
 
+def plant_trees(
+    token_ids: npt.NDArray[np.int64],
+    num_draft: npt.NDArray[np.int32],
+    parents: npt.NDArray[np.int32] | None,
+    vocab_size: int,
+    masks: npt.NDArray[np.uint64] | None,
+    depths: npt.NDArray[np.int64] | None,
+    /,
+) -> int:
+    """Fill masks and depths, ``[B, num_draft]`` like the others. Returns 0 for chains, 1 for trees, 2 for drafts that
+    cannot run. ValueError: arrays that do not fit together."""
+
 def argmax_rows(
-    rows: int, num_rows: int, size: int, row_stride: int, num_threads: int, /
+    rows: int, num_rows: int, size: int, row_stride: int, num_threads: int, places: list[int] = ...
 ) -> tuple[list[int], list[float]]:
-    """Place and value of the largest float32 of each row; the first NaN where there is one. ValueError: no values."""
+    """Place and value of the largest float32 of each row; the first NaN where there is one.
+
+    :param places: those rows alone. ValueError: no values. IndexError: a place that is no row.
+    """
 
 class WeightFormat(enum.Enum):
     """How a packed matrix stores its values."""

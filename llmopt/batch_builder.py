@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from llmopt.batch import NO_IDS, NO_MASKS, Batch, DraftTokens
-from llmopt.draft_check import DraftCheck
+from llmopt.draft_check import CheckedDrafts, DraftCheck
 
 if TYPE_CHECKING:
     from llmopt.request import Request
@@ -37,7 +37,6 @@ class BatchBuilder:
         self._token_ids = np.empty(num_tokens, dtype=np.int64)
         self._positions = np.empty(num_tokens, dtype=np.int64)
         self._slot_mapping = np.empty(num_tokens, dtype=np.int64)
-        self._draft_masks = np.empty(num_tokens, dtype=np.uint64)
 
     def build(self, requests: list[Request], num_scheduled: list[int], drafts: DraftTokens | None = None) -> Batch:
         """Pack ``num_scheduled[i]`` tokens of ``requests[i]``, and its drafts after them.
@@ -48,7 +47,8 @@ class BatchBuilder:
         size, block_size = len(requests), self.block_size
         if drafts is None and self._last is not None and self._is_next_decode(requests, num_scheduled):
             return self._advance(self._last)
-        num_drafts = [0] * size if drafts is None else self.draft_check(drafts, requests, num_scheduled)
+        checked = None if drafts is None else self.draft_check(drafts, requests, num_scheduled)
+        num_drafts = [0] * size if checked is None else checked.counts
         total = sum(num_scheduled) + sum(num_drafts)
         width = max(len(r.block_table) for r in requests)
         if size > self._max_requests or total > self._max_tokens or width > self._max_width:
@@ -94,8 +94,8 @@ class BatchBuilder:
                 logits_requests.extend([request] * (1 + num_draft))
         wanted = np.array(logits_indices, dtype=np.int64)
         draft_masks = NO_MASKS
-        if drafts is not None and drafts.parents is not None and self._plant(drafts.parents, num_drafts, end):
-            draft_masks = self._draft_masks[:end]
+        if checked is not None and checked.masks is not None:
+            draft_masks = self._plant(checked, end)
         take_best = all(r.takes_best and r.lockstep is None for r in logits_requests)
         banned_rows, banned_ids = NO_IDS, NO_IDS
         if take_best:
@@ -131,7 +131,7 @@ class BatchBuilder:
         return batch
 
     def _is_next_decode(self, requests: list[Request], num_scheduled: list[int]) -> bool:
-        """Whether this is the last batch one token later: same rows, same blocks.
+        """Whether this is the last batch a token later, or several when drafts were kept: same rows, same blocks.
 
         Whoever moves a request's blocks gives it a new list.
         """
@@ -139,12 +139,12 @@ class BatchBuilder:
         assert last is not None
         if len(requests) != len(last.requests):
             return False
-        lengths, slots = last.seq_lens.tolist(), last.slots.tolist()
+        slots = last.slots.tolist()
         for row, (request, before) in enumerate(zip(requests, last.requests, strict=True)):
             if (
                 request is not before
                 or num_scheduled[row] != 1
-                or request.num_computed_tokens != lengths[row]
+                or request.num_computed_tokens != request.num_tokens - 1
                 or request.block_table is not self._tables[row]
                 or len(request.block_table) != self._widths[row]
                 or request.slot != slots[row]
@@ -153,7 +153,7 @@ class BatchBuilder:
         return True
 
     def _advance(self, batch: Batch) -> Batch:
-        """Move a batch of decodes by one token, in place."""
+        """Move a batch of decodes on, in place."""
         block_size, token_ids, positions = self.block_size, self._token_ids, self._positions
         slot_mapping, seq_lens = self._slot_mapping, self._seq_lens
         for row, request in enumerate(batch.requests):  # plain numbers: array calls cost more, even for 100 rows
@@ -172,27 +172,18 @@ class BatchBuilder:
                 batch.banned_rows, batch.banned_ids = self._ban(batch.logits_requests)
         return batch
 
-    def _plant(self, parents: np.ndarray, num_drafts: list[int], num_tokens: int) -> bool:
-        """Masks and positions of drafts that are trees; False when all of them are chains.
-
-        :param parents: as in `DraftTokens`, of the batch that was just packed.
-        """
-        rows = [parents[row, :count].tolist() for row, count in enumerate(num_drafts)]
-        if all(row == list(range(-1, len(row) - 1)) for row in rows):
-            return False
-        self._draft_masks[:num_tokens] = 0
-        for b, row in enumerate(rows):
-            if not row:
-                continue
-            masks: list[int] = []
-            for draft, parent in enumerate(row):
-                masks.append((masks[parent] if parent >= 0 else 0) | 1 << draft)
-            end = int(self._cu_seqlens_q[b + 1])
-            start = end - len(row)
-            newest = int(self._positions[start - 1])
-            self._draft_masks[start:end] = masks
-            self._positions[start:end] = [newest + mask.bit_count() for mask in masks]
-        return True
+    def _plant(self, drafts: CheckedDrafts, num_tokens: int) -> np.ndarray:
+        """Masks ``[T]`` of the batch that was just packed, and positions for its trees."""
+        masks = np.zeros(num_tokens, dtype=np.uint64)
+        assert drafts.masks is not None
+        assert drafts.depths is not None
+        for row, count in enumerate(drafts.counts):
+            if count:
+                end = int(self._cu_seqlens_q[row + 1])
+                masks[end - count : end] = drafts.masks[row, :count]
+                newest = self._positions[end - count - 1]
+                self._positions[end - count : end] = newest + drafts.depths[row, :count]
+        return masks
 
     def _ban(self, requests: list[Request], masks: list[int] | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Rows of logits, and ids that would end these rows before their minimum.
@@ -216,12 +207,82 @@ class BatchBuilder:
         return (np.array(rows, dtype=np.int64), np.array(ids, dtype=np.int64)) if rows else (NO_IDS, NO_IDS)
 
     def with_drafts(self, batch: Batch, drafts: DraftTokens) -> Batch:
-        """Pack a batch again with draft tokens at the end of its rows."""
-        packed = self.build(batch.requests, batch.num_scheduled.tolist(), drafts)
+        """Pack a batch again with draft tokens at the end of its rows.
+
+        :raises WrongResultError: the drafts do not fit the batch.
+        """
+        scheduled = batch.num_scheduled.tolist()
+        if batch is self._last:
+            packed = self._behind_decodes(batch, drafts, self.draft_check(drafts, batch.requests, scheduled))
+        else:
+            packed = self.build(batch.requests, scheduled, drafts)
         packed.wants_hidden = batch.wants_hidden
         return packed
+
+    def _behind_decodes(self, batch: Batch, drafts: DraftTokens, checked: CheckedDrafts) -> Batch:
+        """The drafts behind a batch of decodes, whose own arrays stay as they are: they come again in the next step.
+
+        In arrays ``[B, 1 + num_draft]``, from which pads are taken out at the end.
+        """
+        requests, counts, num_draft = batch.requests, checked.counts, drafts.num_draft
+        size, width = len(requests), 1 + drafts.token_ids.shape[1]
+        computed = batch.positions[:, None]
+        token_ids = np.empty((size, width), dtype=np.int64)
+        token_ids[:, 0], token_ids[:, 1:] = batch.token_ids, drafts.token_ids
+        places = positions = computed + self._range(0, width)
+        table_width = batch.block_tables.shape[1]
+        if table_width:
+            blocks, offsets = np.divmod(places, self.block_size)
+            np.minimum(blocks, table_width - 1, out=blocks)  # pads may lie behind the last block
+            slots = batch.block_tables[self._range(0, size)[:, None], blocks].astype(np.int64)
+            slots *= self.block_size
+            slots += offsets
+        else:
+            slots = np.full((size, width), -1, dtype=np.int64)
+        masks = None
+        if checked.masks is not None:
+            masks = np.zeros((size, width), dtype=np.uint64)
+            masks[:, 1:] = checked.masks
+            positions = places.copy()
+            positions[:, 1:] = computed + checked.depths
+        is_real = None if min(counts) == width - 1 else self._range(0, width) <= num_draft[:, None]
+        num_scheduled = num_draft + 1
+        cu_seqlens_q = np.zeros(size + 1, dtype=np.int32)
+        np.cumsum(num_scheduled, out=cu_seqlens_q[1:])
+        token_ids, positions, slots = _flat(token_ids, is_real), _flat(positions, is_real), _flat(slots, is_real)
+        draft_masks = NO_MASKS if masks is None else _flat(masks, is_real)
+        logits_requests = [request for request, count in zip(requests, counts, strict=True) for _ in range(count + 1)]
+        banned_rows, banned_ids = batch.banned_rows, batch.banned_ids
+        if banned_ids.size:
+            banned_rows, banned_ids = self._ban(logits_requests, None if masks is None else draft_masks.tolist())
+            self._num_banning = 0  # nobody knows how many tokens will be kept
+        return Batch(
+            request_ids=batch.request_ids,
+            num_scheduled=num_scheduled,
+            token_ids=token_ids,
+            positions=positions,
+            cu_seqlens_q=cu_seqlens_q,
+            seq_lens=batch.seq_lens + num_draft,
+            block_tables=batch.block_tables,
+            slot_mapping=slots,
+            logits_indices=np.arange(token_ids.size, dtype=np.int64),
+            slots=batch.slots,
+            num_drafts=num_draft,
+            draft_masks=draft_masks,
+            adapters=batch.adapters,
+            requests=requests,
+            logits_requests=logits_requests,
+            wants_best=batch.wants_best,
+            banned_rows=banned_rows,
+            banned_ids=banned_ids,
+        )
 
     def _range(self, start: int, end: int) -> np.ndarray:
         if end > self._arange.size:
             self._arange = np.arange(2 * end, dtype=np.int64)
         return self._arange[start:end]
+
+
+def _flat(padded: np.ndarray, is_real: np.ndarray | None) -> np.ndarray:
+    """The entries of an array ``[B, W]`` one row after the other, without pads."""
+    return padded.reshape(-1) if is_real is None else padded[is_real]

@@ -64,31 +64,38 @@ def _mix(x: int) -> int:
     return x ^ (x >> 31)
 
 
-def sample(rows: list[Row], logits: Tensor) -> tuple[list[int], dict[int, BaseException]]:
+def sample(
+    rows: list[Row], logits: Tensor, places: list[int] | None = None
+) -> tuple[list[int], dict[int, BaseException]]:
     """Choose one token per row.
 
     :param logits: ``[R, vocab]`` float32; not changed.
+    :param places: which row of the logits belongs to each of ``rows``; None: they are the same.
     :returns: the tokens, and for rows (by index) that have none the error: their logits are not finite, or one of the
         request's own processors failed.
     """
     errors: dict[int, BaseException] = {}
-    is_plain = True
+    has_edits = is_random = False
     for row in rows:
         params = row.request.sampling
-        if not params.is_greedy or params.changes_logits or row.request.logits_processors:
-            is_plain = False
+        is_random = is_random or not params.is_greedy
+        if params.changes_logits or row.request.logits_processors:
+            has_edits = is_random = True
             break
-    if not is_plain:
-        logits = edit_logits(rows, logits, errors)
-    tokens, top = argmax(logits)
+    if has_edits:
+        logits = edit_logits(rows, logits if places is None else logits[places], errors, is_own=places is not None)
+        places = None
+    tokens, top = argmax(logits, places)
     if not all(map(math.isfinite, top)):
         for index, value in enumerate(top):
             if not math.isfinite(value) and index not in errors:
                 errors[index] = not_finite(rows[index].request, value)
-    if not is_plain:
+    if is_random:
         random = [i for i, row in enumerate(rows) if not row.request.sampling.is_greedy and i not in errors]
         if random:
-            chosen = _sample_random([rows[i] for i in random], logits if len(random) == len(rows) else logits[random])
+            if len(random) < len(rows):
+                places = random if places is None else [places[i] for i in random]
+            chosen = _sample_random([rows[i] for i in random], logits, places)
             for index, token in zip(random, chosen, strict=True):
                 tokens[index] = token
     return tokens, errors
@@ -102,12 +109,13 @@ def not_finite(request: Request, value: float) -> NonFiniteLogitsError:
     )
 
 
-def edit_logits(rows: list[Row], logits: Tensor, errors: dict[int, BaseException]) -> Tensor:
+def edit_logits(rows: list[Row], logits: Tensor, errors: dict[int, BaseException], is_own: bool = False) -> Tensor:
     """Apply penalties, biases, minimum length and the requests' own processors. Returns a copy where needed.
 
     :param errors: row index -> why a processor of that row failed; filled here.
+    :param is_own: the logits are a copy already.
     """
-    copied = False
+    copied = is_own
     for index, row in enumerate(rows):
         request, params = row.request, row.request.sampling
         if not params.changes_logits and not request.logits_processors:
@@ -141,7 +149,7 @@ def edit_logits(rows: list[Row], logits: Tensor, errors: dict[int, BaseException
     return logits
 
 
-def _sample_random(rows: list[Row], logits: Tensor) -> list[int]:
+def _sample_random(rows: list[Row], logits: Tensor, places: list[int] | None) -> list[int]:
     """Draw every row's token at the row's own random number."""
     params = [row.request.sampling for row in rows]
     return sample_rows(
@@ -151,4 +159,5 @@ def _sample_random(rows: list[Row], logits: Tensor) -> list[int]:
         [p.top_p for p in params],
         [p.min_p for p in params],
         [uniform(row.request.seed, row.position) for row in rows],
+        places,
     )

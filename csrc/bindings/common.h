@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "llmopt/step_plan.h"
 
@@ -59,6 +60,16 @@ Array view(nb::handle object, const char* argument, const char* expected) {
   throw nb::value_error((std::string(argument) + " must be " + expected + "; got " + found + " with " +
                          describe("dtype") + ", " + describe("shape") + ".")
                             .c_str());
+}
+
+// Rows of a matrix that a call picks.
+inline void check_places(const std::vector<int64_t>& places, int64_t num_rows) {
+  for (const int64_t place : places) {
+    if (place < 0 || place >= num_rows) {
+      throw nb::index_error(
+          ("row " + std::to_string(place) + " of a matrix of " + std::to_string(num_rows) + " rows.").c_str());
+    }
+  }
 }
 
 // Defined in block_pool.cc.

@@ -6,6 +6,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -15,6 +16,7 @@
 #include "bindings/machine_probe.h"
 #include "llmopt/argmax.h"
 #include "llmopt/attention.h"
+#include "llmopt/draft_trees.h"
 #include "llmopt/isa.h"
 #include "llmopt/layer_cache.h"
 #include "llmopt/move_tokens.h"
@@ -137,8 +139,13 @@ TokenMover make_mover(const std::vector<std::tuple<uintptr_t, int64_t, int64_t, 
   return mover;
 }
 
+// With places, those rows of the num_rows alone, in their order.
 std::pair<std::vector<int64_t>, std::vector<float>> argmax_rows(uintptr_t rows, int64_t num_rows, int64_t size,
-                                                                int64_t row_stride, int num_threads) {
+                                                                int64_t row_stride, int num_threads,
+                                                                const std::vector<int64_t>& places) {
+  check_places(places, num_rows);
+  const bool has_places = !places.empty();
+  if (has_places) num_rows = static_cast<int64_t>(places.size());
   if (num_rows < 0 || size < 1) {
     throw nb::value_error(("the largest of " + std::to_string(num_rows) + " rows of " + std::to_string(size) +
                            " values: a row has at least one.")
@@ -151,7 +158,7 @@ std::pair<std::vector<int64_t>, std::vector<float>> argmax_rows(uintptr_t rows, 
   const double estimated_ns = kNsPerValue * static_cast<double>(num_rows * size);
   const auto run = [&](int thread, int team) {
     for (int64_t row = thread; row < num_rows; row += team) {
-      const Best best = argmax(data + row * row_stride, size);
+      const Best best = argmax(data + (has_places ? places[row] : row) * row_stride, size);
       indices[row] = best.index;
       values[row] = best.value;
     }
@@ -164,6 +171,33 @@ std::pair<std::vector<int64_t>, std::vector<float>> argmax_rows(uintptr_t rows, 
     }
   });
   return {std::move(indices), std::move(values)};
+}
+
+// Returns 0 for chains, 1 for trees, 2 for what cannot run.
+int plant(nb::handle token_ids, nb::handle num_draft, nb::handle parents, int64_t vocab_size, nb::handle masks,
+          nb::handle depths) {
+  using Ids = nb::ndarray<const int64_t, nb::ndim<2>, nb::device::cpu, nb::c_contig>;
+  using Parents = nb::ndarray<const int32_t, nb::ndim<2>, nb::device::cpu, nb::c_contig>;
+  const auto ids = view<Ids>(token_ids, "token_ids", "a contiguous int64 array [B, num_draft] on the CPU");
+  const auto counts = view<Array1<int32_t>>(num_draft, "num_draft", "a contiguous int32 array [B] on the CPU");
+  const auto rows = static_cast<int64_t>(ids.shape(0)), width = static_cast<int64_t>(ids.shape(1));
+  const auto fits = [&](const auto& array) { return array.shape(0) == ids.shape(0) && array.shape(1) == ids.shape(1); };
+  bool is_right = counts.shape(0) == ids.shape(0);
+  for (int64_t b = 0; is_right && b < rows; ++b) {
+    is_right = counts.data()[b] >= 0 && counts.data()[b] <= std::min<int64_t>(width, kMaxDrafts);
+  }
+  if (!is_right) throw nb::value_error("num_draft does not fit token_ids.");
+  if (parents.is_none()) {
+    return static_cast<int>(plant_trees(rows, width, ids.data(), counts.data(), nullptr, vocab_size, nullptr, nullptr));
+  }
+  const auto followed = view<Parents>(parents, "parents", "a contiguous int32 array [B, num_draft] on the CPU");
+  const auto bits = nb::cast<nb::ndarray<uint64_t, nb::ndim<2>, nb::device::cpu, nb::c_contig>>(masks);
+  const auto counted = nb::cast<nb::ndarray<int64_t, nb::ndim<2>, nb::device::cpu, nb::c_contig>>(depths);
+  if (!fits(followed) || !fits(bits) || !fits(counted)) {
+    throw nb::value_error("parents, masks and depths must have the shape of token_ids.");
+  }
+  return static_cast<int>(
+      plant_trees(rows, width, ids.data(), counts.data(), followed.data(), vocab_size, bits.data(), counted.data()));
 }
 
 std::vector<std::string> isa_names() {
@@ -208,7 +242,10 @@ NB_MODULE(_core, m) {
   bind_decoder(m);
   bind_gguf(m);
 
-  m.def("argmax_rows", &argmax_rows);
+  m.def("argmax_rows", &argmax_rows, "rows"_a, "num_rows"_a, "size"_a, "row_stride"_a, "num_threads"_a,
+        "places"_a = std::vector<int64_t>{});
+  m.def("plant_trees", &plant, "token_ids"_a, "num_draft"_a, "parents"_a.none(), "vocab_size"_a, "masks"_a.none(),
+        "depths"_a.none());
   m.def("paged_attention", &attend);
   m.def("write_kv", &write_to_cache);
   bind_fused(m);

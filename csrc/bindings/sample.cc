@@ -11,14 +11,20 @@
 #include "llmopt/argmax.h"
 #include "llmopt/parallel.h"
 
+using nb::literals::operator""_a;
+
 namespace llmopt {
 namespace {
 
-// Returns one id per row; -1 where the best logit of a row is not finite.
+// With places, those rows of the num_rows alone, in their order. Returns one id per row; -1 where the best logit of a
+// row is not finite.
 std::vector<int64_t> sample_rows(uintptr_t rows, int64_t num_rows, int64_t size, int64_t row_stride,
                                  const std::vector<float>& temperature, const std::vector<int64_t>& top_k,
                                  const std::vector<double>& top_p, const std::vector<double>& min_p,
-                                 const std::vector<double>& draw, int num_threads) {
+                                 const std::vector<double>& draw, int num_threads, const std::vector<int64_t>& places) {
+  check_places(places, num_rows);
+  const bool has_places = !places.empty();
+  if (has_places) num_rows = static_cast<int64_t>(places.size());
   const auto count = static_cast<size_t>(num_rows);
   if (num_rows < 0 || size < 1 || temperature.size() != count || top_k.size() != count || top_p.size() != count ||
       min_p.size() != count || draw.size() != count) {
@@ -34,7 +40,7 @@ std::vector<int64_t> sample_rows(uintptr_t rows, int64_t num_rows, int64_t size,
   const auto run = [&](int thread, int team) {
     thread_local Sampler sampler;
     for (int64_t row = thread; row < num_rows; row += team) {
-      const float* logits = data + row * row_stride;
+      const float* logits = data + (has_places ? places[row] : row) * row_stride;
       const float best = argmax(logits, size).value;
       const bool is_finite = best - best == 0.0f;
       tokens[row] = is_finite
@@ -55,6 +61,9 @@ std::vector<int64_t> sample_rows(uintptr_t rows, int64_t num_rows, int64_t size,
 
 }  // namespace
 
-void bind_sample(nb::module_& m) { m.def("sample_rows", &sample_rows); }
+void bind_sample(nb::module_& m) {
+  m.def("sample_rows", &sample_rows, "rows"_a, "num_rows"_a, "size"_a, "row_stride"_a, "temperature"_a, "top_k"_a,
+        "top_p"_a, "min_p"_a, "draw"_a, "num_threads"_a, "places"_a = std::vector<int64_t>{});
+}
 
 }  // namespace llmopt

@@ -13,10 +13,14 @@ from llmopt.ops.argmax import argmax
 from llmopt.sampler import Row, not_finite, sample
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from llmopt.request import Lockstep, Request
     from llmopt.stages import LogitsMask
+
+    _Choose = Callable[["list[_Walk]", Tensor, "list[int] | None"], tuple[list[int], dict[int, BaseException]]]
 
 
 class BaselinePropose:
@@ -43,43 +47,10 @@ class BaselineVerify:
             logits = mask.apply(logits)
         if all(request.takes_best and request.lockstep is None for request in batch.logits_requests):
             _ban(batch, logits)
-            return _follow(batch, drafts, *argmax(logits))
-        return self._sample(batch, drafts, logits)
-
-    @staticmethod
-    def _sample(batch: Batch, drafts: DraftTokens | None, logits: Tensor) -> AcceptedTokens:
-        """Token after token, each of all rows together."""
-        accepted = AcceptedTokens([], [], [], paths=_no_paths(drafts))
-        groups: dict[int, Lockstep] = {}
-        walks: list[_Walk] = []
-        for row, walk in _walks(batch, drafts):
-            lockstep = walk.request.lockstep
-            if lockstep is None:
-                walks.append(walk)
-            elif lockstep.put(walk.request, logits[row]):
-                groups[id(lockstep)] = lockstep
-        open_walks = walks
-        while open_walks:
-            rows = [Row(walk.request, walk.tokens) for walk in open_walks]
-            places = [walk.row for walk in open_walks]
-            tokens, failed = sample(rows, _rows_of(logits, places))
-            for index, walk in enumerate(open_walks):
-                if index in failed:
-                    walk.fail(failed[index], accepted)
-                else:
-                    walk.take(tokens[index])
-            open_walks = [walk for walk in open_walks if not walk.is_over]
-        for walk in walks:
-            walk.deliver(accepted)
-        for group in groups.values():
-            chosen = group.choose()
-            accepted.requests += chosen.requests
-            accepted.token_ids += chosen.token_ids
-            accepted.finish_reasons += chosen.finish_reasons
-            accepted.errors |= chosen.errors
-            if accepted.paths is not None:
-                accepted.paths += [[] for _ in chosen.requests]
-        return accepted
+            if drafts is None:
+                return _follow(batch, drafts, *argmax(logits))
+            return _step_by_step(batch, drafts, logits, _choose_best)
+        return _step_by_step(batch, drafts, logits, _choose)
 
 
 @dataclass(slots=True)
@@ -146,6 +117,55 @@ def _walks(batch: Batch, drafts: DraftTokens | None) -> list[tuple[int, _Walk]]:
     return walks
 
 
+def _step_by_step(batch: Batch, drafts: DraftTokens | None, logits: Tensor, choose: _Choose) -> AcceptedTokens:
+    """Token after token, each of all requests together, from the rows of logits that were reached."""
+    accepted = AcceptedTokens([], [], [], paths=_no_paths(drafts))
+    groups: dict[int, Lockstep] = {}
+    walks: list[_Walk] = []
+    for row, walk in _walks(batch, drafts):
+        lockstep = walk.request.lockstep
+        if lockstep is None:
+            walks.append(walk)
+        elif lockstep.put(walk.request, logits[row]):
+            groups[id(lockstep)] = lockstep
+    under_way = walks
+    while under_way:
+        places = [walk.row for walk in under_way]
+        tokens, failed = choose(under_way, logits, None if len(places) == logits.shape[0] else places)
+        for index, walk in enumerate(under_way):
+            if index in failed:
+                walk.fail(failed[index], accepted)
+            else:
+                walk.take(tokens[index])
+        under_way = [walk for walk in under_way if not walk.is_over]
+    for walk in walks:
+        walk.deliver(accepted)
+    for group in groups.values():
+        chosen = group.choose()
+        accepted.requests += chosen.requests
+        accepted.token_ids += chosen.token_ids
+        accepted.finish_reasons += chosen.finish_reasons
+        accepted.errors |= chosen.errors
+        if accepted.paths is not None:
+            accepted.paths += [[] for _ in chosen.requests]
+    return accepted
+
+
+def _choose(walks: list[_Walk], logits: Tensor, places: list[int] | None) -> tuple[list[int], dict[int, BaseException]]:
+    """A token of each walk as its request wants it; what failed, by index."""
+    return sample([Row(walk.request, walk.tokens) for walk in walks], logits, places)
+
+
+def _choose_best(
+    walks: list[_Walk], logits: Tensor, places: list[int] | None
+) -> tuple[list[int], dict[int, BaseException]]:
+    """The same where all are greedy and nothing edits the logits."""
+    tokens, values = argmax(logits, places)
+    if all(map(math.isfinite, values)):
+        return tokens, {}
+    return tokens, {i: not_finite(walks[i].request, v) for i, v in enumerate(values) if not math.isfinite(v)}
+
+
 def _follow(batch: Batch, drafts: DraftTokens | None, tokens: list[int], values: list[float]) -> AcceptedTokens:
     """Every row takes its best token.
 
@@ -174,11 +194,3 @@ def _ban(batch: Batch, logits: Tensor) -> None:
         rows, ids = (torch.from_numpy(a[inside]).to(logits.device) for a in (batch.banned_rows, batch.banned_ids))
         with torch.inference_mode():  # logits may have been made in this mode
             logits[rows, ids] = -math.inf
-
-
-def _rows_of(logits: Tensor, rows: list[int]) -> Tensor:
-    """Some rows, as a view where they lie one behind the other."""
-    first, count = rows[0], len(rows)
-    if rows[-1] - first == count - 1:  # they ascend
-        return logits[first : first + count]
-    return logits[rows]

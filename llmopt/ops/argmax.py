@@ -11,22 +11,23 @@ from torch import Tensor
 from llmopt import native
 
 
-def argmax(logits: Tensor) -> tuple[list[int], list[float]]:
+def argmax(logits: Tensor, rows: list[int] | None = None) -> tuple[list[int], list[float]]:
     """Place and value of the largest entry of each row; the first NaN where there is one, so that it shows.
 
     The native op takes 5 us for a row of 49,152 on the CPU, where ``torch.argmax`` takes 95.
 
     :param logits: ``[R, vocab]``, any float dtype and device.
+    :param rows: those rows alone, in this order; None: all.
     """
     if logits.is_cpu and logits.dtype is torch.float32 and logits.stride(-1) == 1:
         core = _core()
         if core is not None:
             num_rows, size = logits.shape
             found: tuple[list[int], list[float]] = core.argmax_rows(
-                logits.data_ptr(), num_rows, size, logits.stride(0), torch.get_num_threads()
+                logits.data_ptr(), num_rows, size, logits.stride(0), torch.get_num_threads(), rows or []
             )
             return found
-    return argmax_reference(logits)
+    return argmax_reference(logits if rows is None else logits[rows])
 
 
 @functools.cache

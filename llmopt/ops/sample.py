@@ -18,6 +18,7 @@ def sample_rows(
     top_p: list[float],
     min_p: list[float],
     draws: list[float],
+    rows: list[int] | None = None,
 ) -> list[int]:
     """Choose one token per row. Filters follow Hugging Face in order, and for top-k in ties.
 
@@ -33,6 +34,7 @@ def sample_rows(
     :param top_p: 1: off.
     :param min_p: 0: off.
     :param draws: a number in [0, 1) per row, at which the cumulative distribution is inverted, in order of ids.
+    :param rows: those rows of the logits alone, in this order; the lists have one entry for each. None: all.
     """
     if logits.is_cpu and logits.dtype is torch.float32 and logits.stride(-1) == 1:
         core = _core()
@@ -40,9 +42,11 @@ def sample_rows(
             num_rows, size = logits.shape
             tokens: list[int] = core.sample_rows(
                 logits.data_ptr(), num_rows, size, logits.stride(0), temperature, top_k, top_p, min_p, draws,
-                torch.get_num_threads(),
+                torch.get_num_threads(), rows or [],
             )  # fmt: skip
             return tokens
+    if rows is not None:
+        logits = logits[rows]
     return sample_rows_reference(logits, temperature, top_k, top_p, min_p, draws)
 
 
