@@ -10,6 +10,8 @@ from torch import Tensor
 
 from llmopt import build
 from llmopt.pipeline import InferencePipeline
+from llmopt.testing import ScriptedDrafter
+from llmopt.testing.drafters import trees
 from llmopt.testing.identity import left_padded
 from tests.equivalence.packed_configs import PACKED_CONFIGS, tiny_packed_model
 
@@ -63,3 +65,17 @@ def test_a_packed_model_gives_the_tokens_of_its_own_generate(model_type: str) ->
         seed, options = len(SAMPLING), SAMPLING[0]
         assert torch.equal(sample(pipe, seed, options), sample(model, seed, options))
         assert_engine_ran(pipe)
+
+
+@pytest.mark.parametrize("model_type", PACKED_CONFIGS)
+def test_drafts_that_are_trees_change_no_token_of_a_packed_model(model_type: str) -> None:
+    """Windows, caps, learned positions, and latent attention, which is handed the whole history."""
+    model = tiny_packed_model(model_type)
+    with build(model, block_size=4) as pipe:
+        wanted = [o.token_ids for o in pipe.batch(PROMPTS, max_new_tokens=NUM_NEW, ignore_eos=True, progress=False)]
+    answers = {tuple(p): ids for p, ids in zip(PROMPTS, wanted, strict=True)}
+    drafter = ScriptedDrafter(trees(answers, 96, 0.9), 9)
+    with build(model, [drafter], block_size=4) as pipe:
+        outputs = pipe.batch(PROMPTS, max_new_tokens=NUM_NEW, ignore_eos=True, progress=False)
+        assert [o.token_ids for o in outputs] == wanted
+        assert pipe.stats()["num_steps"] < NUM_NEW
