@@ -159,7 +159,7 @@ def _no_hits(setting: Setting) -> ReuseResult:
     seconds: dict[str, list[float]] = {name: [] for name in pipes}
     end = time.monotonic() + setting.seconds
     turn = 0
-    while turn < 7 or (time.monotonic() < end and turn < 60):
+    while turn < 7 or (time.monotonic() < end and turn < 200):
         setting.on_progress(f"round {turn}")
         names = list(pipes)[:: 1 if turn % 2 else -1]
         for name in names:

@@ -1,4 +1,4 @@
-"""Every built-in plugin that promises exact tokens, all in one pipeline. New ones take part when they are registered."""
+"""Every built-in plugin that promises exact tokens, all in one pipeline; new ones take part once registered."""
 
 from __future__ import annotations
 

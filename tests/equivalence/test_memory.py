@@ -10,6 +10,7 @@ import torch
 from llmopt import build
 from llmopt.kv_cache import KVCache
 from llmopt.pipeline import InferencePipeline
+from tests.equivalence.media_models import media_model
 from tests.equivalence.packed_configs import tiny_packed_model
 from tests.equivalence.test_packed_models import IDS, MASK, PROMPTS, assert_engine_ran, generate, sample
 
@@ -156,3 +157,17 @@ def test_rows_of_a_call_do_not_read_each_other() -> None:
     with build(model, block_size=BLOCK, max_tokens_per_step=5) as pipe:
         together = pipe.generate(rows, attention_mask=mask, max_new_tokens=8, do_sample=False)
         assert torch.equal(together[: len(IDS)], together[len(IDS) :].flip(0))
+
+
+@pytest.mark.parametrize("model_type", ["llava", "qwen2_vl"])
+def test_a_picture_is_never_answered_with_the_keys_and_values_of_another(model_type: str) -> None:
+    """The ids of all pictures are the same; only their pixels differ."""
+    model, inputs = media_model(model_type)
+    others = {**inputs, "pixel_values": inputs["pixel_values"].flip(-1) * 2}
+    settings: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
+    wanted = {id(call): model.generate(**call, **settings) for call in (inputs, others)}
+    assert not torch.equal(wanted[id(inputs)], wanted[id(others)]), "nobody looks"
+    with build(model, ["paged_kv", "prefix_cache"], block_size=4) as pipe:
+        for call in (inputs, others, inputs, others):
+            assert torch.equal(pipe.generate(**call, **settings), wanted[id(call)])
+        assert not pipe.generate.fall_backs

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from llmopt_plugins.memory.kv_offload.block_file import BlockFile
     from llmopt_plugins.memory.prefix_cache.index import BlockIndex
 
-_MAX_OUT_SHARE = 0.03  # of the time to compute a block: what may be spent to keep it, since nobody may ask for it
+_MAX_OUT_SHARE = 0.03  # of the time to compute a block: what may be spent to keep it anywhere; nobody may ask for it
+_PROMPT_TOKENS = 1024  # of a prompt whose blocks say what computing one takes: far less than a block alone
 _MAX_IN_SHARE = 0.9  # of the time to compute blocks: restoring them must take less
 _RATE = 0.3  # share of a new measurement in the estimate
 _DOUBT = 0.99  # an estimate that forbids fades with every time that it does, so that it is tried again
@@ -74,7 +75,8 @@ class BlockStore:
         one_way = cost_model.copy_s(self.block_bytes)
         self.memory_tier = Tier(one_way, one_way)
         self.file_tier = Tier(*_time_file(file, self.block_bytes)) if file is not None else Tier(0.0, 0.0)
-        self._block_s = cost_model.recompute_s(pool.block_size)  # the first block is the cheapest one to compute
+        num_blocks = max(1, min(_PROMPT_TOKENS, pool.num_blocks * pool.block_size) // pool.block_size)
+        self._block_s = cost_model.recompute_s(num_blocks * pool.block_size) / num_blocks
         pool.on_evict.append(self.put)
         index.on_clear.append(self.clear)
 
@@ -123,7 +125,7 @@ class BlockStore:
         tier, file = self.file_tier, self.file
         if file is None or not self.is_durable[slot] or digest in file:
             return
-        if tier.out_s > _MAX_OUT_SHARE * self._block_s:
+        if self.memory_tier.out_s + tier.out_s > _MAX_OUT_SHARE * self._block_s:  # both were spent on this block
             tier.num_skipped += 1
             tier.out_s *= _DOUBT
             return
