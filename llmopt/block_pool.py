@@ -10,6 +10,8 @@ import numpy as np
 from llmopt import native
 from llmopt.plain_blocks import PlainBlocks
 
+GIVEN_BACK = -1  # in a block table: the block of tokens that no layer sees any more
+
 EvictListener = Callable[[list[int], list[bytes]], None]
 
 

@@ -141,7 +141,8 @@ class KVCache:
     def gather(self, layer_index: int, block_table: list[int], num_tokens: int) -> tuple[Tensor, Tensor]:
         """Return one request's keys ``[num_key_heads, num_tokens, key_dim]`` and values, copied out of the blocks.
 
-        Of the dtype that attention reads, also where the pool stores them quantized.
+        Of the dtype that attention reads, also where the pool stores them quantized. Tokens whose block was given back
+        have any content.
         """
         layer = self.layers[layer_index]
         table = torch.as_tensor(block_table[: -(-num_tokens // self.block_size)], device=layer.key.device)

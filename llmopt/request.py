@@ -160,7 +160,7 @@ class Request:
     num_computed_tokens: int = 0  # tokens whose KV is in the pool
     num_preemptions: int = 0
     num_cached_tokens: int = 0  # prompt tokens that `lookup` found in the pool
-    block_table: list[int] = field(default_factory=list)  # block ids, in order of position
+    block_table: list[int] = field(default_factory=list)  # block ids, in order of position; some may be GIVEN_BACK
     slot: int = -1  # number among the running requests; row of the recurrent states for models that have them
     token_ids: np.ndarray = field(init=False)  # [max_len] int64; the first `num_tokens` are set
     finish_reason: str | None = None  # "stop", "length", "abort" or "error"

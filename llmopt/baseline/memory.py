@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from llmopt.block_pool import GIVEN_BACK
 from llmopt.errors import RequestError
 from llmopt.request import RequestStatus
 
@@ -36,6 +37,8 @@ class BaselineLookup:
         if parent.status is RequestStatus.WAITING or parent.num_computed_tokens < num_shared:
             return None
         num_full, rest = divmod(num_shared, self.pool.block_size)
+        if GIVEN_BACK in parent.block_table[: num_full + 1]:
+            return 0  # the parent has gone on, and no longer holds what this one would see
         shared = parent.block_table[:num_full]
         self.pool.share(shared)
         request.block_table.extend(shared)

@@ -35,6 +35,7 @@ class Capabilities:
     layer_shapes: dict[int, LayerShape] = field(default_factory=dict)  # what each attention layer stores
     state_bytes: int = 0  # recurrent states of one running request, all layers
     gather: bool = False  # attention modules change keys after the cache: hand them the whole history
+    kv_reach: int | None = None  # last keys that any layer sees, the query's own included; None: some layer sees all
     vocab_size: int = 0  # ids that may be in a prompt
     position_limit: int | None = None  # longest sequence the model was made for
     takes_position_ids: bool = True

@@ -67,6 +67,7 @@ def probe_layers(
     _check_prepared_inputs(model, EngineCache(text_config(model), _new_step(model, capabilities)), inputs)
     if known and capabilities.layout == "packed":
         capabilities.layer_shapes = dict(known)
+        capabilities.kv_reach = _reach(model, capabilities)
         return
     found: tuple[ProbeStep, int] | None = None
     if weights_unread:
@@ -78,6 +79,7 @@ def probe_layers(
     capabilities.layer_shapes = step.shapes
     capabilities.gather = step.gather
     capabilities.state_bytes = state_bytes
+    capabilities.kv_reach = _reach(model, capabilities)
     if capabilities.layout == "packed" and not step.shapes:
         raise UnsupportedModelError("its layers do not store keys and values in the cache they are given")
     if capabilities.layout == "rows" and not capabilities.state_bytes:
@@ -86,11 +88,24 @@ def probe_layers(
         raise UnsupportedModelError("its layers do not call the attention function that its config names")
 
 
+def _windows(model: PreTrainedModel) -> dict[int, int]:
+    """Layer index -> how many tokens transformers' cache keeps of it, for layers that keep a window."""
+    _, details = get_layer_types_and_kwargs(text_config(model))
+    return {layer: d["sliding_window"] for layer, d in enumerate(details) if d.get("sliding_window")}
+
+
+def _reach(model: PreTrainedModel, capabilities: Capabilities) -> int | None:
+    """What `Capabilities.kv_reach` says. Attention was compared with these windows by the forward on `ProbeStep`."""
+    windows = [_windows(model).get(layer) for layer in capabilities.layer_shapes]
+    if capabilities.gather or capabilities.layout != "packed" or not windows:
+        return None
+    found = [window for window in windows if window is not None]
+    return max(found) if len(found) == len(windows) else None
+
+
 def _new_step(model: PreTrainedModel, capabilities: Capabilities) -> ProbeStep:
     num_positions = min(capabilities.position_limit or _MAX_POSITIONS, _MAX_POSITIONS)
-    _, details = get_layer_types_and_kwargs(text_config(model))
-    windows = {layer: d["sliding_window"] for layer, d in enumerate(details) if d.get("sliding_window")}
-    return ProbeStep(windows, num_positions)
+    return ProbeStep(_windows(model), num_positions)
 
 
 def _run(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from llmopt import PluginInfo, hookimpl
+from llmopt.block_pool import GIVEN_BACK
 from llmopt.kv_cache import KVCache
 from llmopt.request import RequestStatus
 from llmopt_plugins.wrapping import Wrapping
@@ -36,6 +37,7 @@ class Swapped:
 
     num_tokens: int  # tokens that it covers
     num_bytes: int
+    num_left: int  # blocks at the beginning that had been given back
     tensors: list[tuple[Tensor, Tensor]]  # per layer: keys and values of its blocks, on the CPU
 
 
@@ -59,6 +61,8 @@ class SwapSpace:
         self.drop(request)
         num_tokens = request.num_computed_tokens
         blocks = request.block_table[: -(-num_tokens // self.kv_cache.block_size)]
+        num_left = blocks.count(GIVEN_BACK)  # they stand first
+        blocks = blocks[num_left:]
         num_bytes = len(blocks) * self._bytes_per_block
         if request.media is not None:
             return  # ids do not tell its KV, so nobody looks it up
@@ -70,7 +74,7 @@ class SwapSpace:
         for layer in self.kv_cache.layers.values():
             table = torch.tensor(blocks, device=layer.key.device)
             tensors.append((layer.key[table].cpu(), layer.value[table].cpu()))
-        self.entries[request] = Swapped(num_tokens, num_bytes, tensors)
+        self.entries[request] = Swapped(num_tokens, num_bytes, num_left, tensors)
         self.num_bytes += num_bytes
         self.num_out += 1
 
@@ -93,17 +97,27 @@ class PagedAllocate:
 
     :param watermark: blocks that stay free when a request starts, so that running ones can grow for a while.
     :param queue: whose running requests `stats` looks at.
+    :param reach: last keys that any layer sees, the query's own included; None: all. What lies before is given back.
     """
 
     def __init__(
-        self, pool: BlockPool, watermark: int, queue: RequestQueue | None = None, swap: SwapSpace | None = None
+        self,
+        pool: BlockPool,
+        watermark: int,
+        queue: RequestQueue | None = None,
+        swap: SwapSpace | None = None,
+        reach: int | None = None,
     ) -> None:
         self.pool = pool
         self.watermark = watermark
         self.queue = queue
         self.swap = swap
+        self.reach = reach
+        self.num_left = 0  # blocks that were given back because they had left every window
 
     def __call__(self, request: Request, num_tokens: int) -> bool:
+        if self.reach is not None:
+            self._leave(request, request.num_computed_tokens - self.reach + 1)
         # All known tokens, so that a prompt in chunks cannot run out of blocks half-way and start again; drafts as far
         # as they can be kept: the last token is chosen and never computed.
         end = request.num_computed_tokens + num_tokens
@@ -118,6 +132,23 @@ class PagedAllocate:
         request.block_table.extend(self.pool.allocate(missing))
         return True
 
+    def _leave(self, request: Request, first_seen: int) -> None:
+        """Give back the blocks before the first token that the next one sees.
+
+        A cache that knows their content keeps it until somebody needs the memory. While continuations of this prompt
+        wait, they stay: those see more of it.
+        """
+        table = request.block_table
+        end = min(first_seen // self.pool.block_size, len(table))
+        if end <= 0 or table[end - 1] == GIVEN_BACK:
+            return
+        if self.queue is not None and any(r.parent is request for r in self.queue.waiting):
+            return
+        start = table.count(GIVEN_BACK)  # they stand first
+        self.pool.free(table[start:end])
+        request.block_table = [GIVEN_BACK] * end + table[end:]  # a new list: the batch builder sees that blocks moved
+        self.num_left += end - start
+
     def free(self, request: Request) -> None:
         swap = self.swap
         if swap is not None:
@@ -126,7 +157,7 @@ class PagedAllocate:
             elif swap.is_scheduling and request.status is RequestStatus.RUNNING:
                 swap.put(request)
         blocks, request.block_table = request.block_table, []  # a new list: the batch builder sees that blocks moved
-        self.pool.free(blocks)
+        self.pool.free([block for block in blocks if block != GIVEN_BACK] if self.reach is not None else blocks)
         if blocks and self.pool.num_used == 0:
             self.pool.sort_free()  # a pool at rest forgets how scattered it was, without a copy
 
@@ -136,12 +167,18 @@ class PagedAllocate:
     def stats(self) -> dict[str, float]:
         running = [] if self.queue is None else self.queue.running
         pairs = [(a, b) for r in running for a, b in zip(r.block_table, r.block_table[1:], strict=False)]
-        held = sum(len(r.block_table) for r in running) * self.pool.block_size
+        pairs = [(a, b) for a, b in pairs if a != GIVEN_BACK]
+        num_tokens = 0  # places in held blocks that are in use
+        for r in running:
+            num_tokens += r.num_tokens - r.block_table.count(GIVEN_BACK) * self.pool.block_size
+        held = sum(len(r.block_table) - r.block_table.count(GIVEN_BACK) for r in running) * self.pool.block_size
         found: dict[str, float] = {
             "num_free_blocks": self.pool.num_free,
-            "num_unused_tokens": held - sum(r.num_tokens for r in running),  # places in held blocks without a token
+            "num_unused_tokens": held - num_tokens,  # places in held blocks without a token
             "contiguity": sum(b == a + 1 for a, b in pairs) / len(pairs) if pairs else 1.0,  # of neighbours in tables
         }
+        if self.reach is not None:
+            found["num_left_blocks"] = self.num_left
         if self.swap is not None:
             found["num_swapped_out"], found["num_swapped_in"] = self.swap.num_out, self.swap.num_in
             found["num_swapped_bytes"] = self.swap.num_bytes
@@ -163,13 +200,13 @@ class SwappedLookup(Wrapping):
         entry = self.swap.entries.get(request)
         if entry is None:
             return self.inner(request)
-        needed = self.pool.num_blocks_for(request.num_tokens + 1)
+        needed = self.pool.num_blocks_for(request.num_tokens + 1) - entry.num_left
         if needed + (self.watermark if self.pool.num_used else 0) > self.pool.num_free:
             # to compute it again would take as many blocks; one that needs the whole pool starts in an empty one
             return None if self.pool.num_used else self.inner(request)
-        blocks = self.pool.allocate(self.pool.num_blocks_for(entry.num_tokens))
+        blocks = self.pool.allocate(self.pool.num_blocks_for(entry.num_tokens) - entry.num_left)
         self.swap.get(request, blocks)
-        request.block_table.extend(blocks)
+        request.block_table.extend([GIVEN_BACK] * entry.num_left + blocks)
         self.inner(request)  # sees the blocks and adds none, but may follow the request from here
         return min(entry.num_tokens, request.num_tokens - 1)
 
@@ -256,7 +293,9 @@ class PagedKv:
     def llmopt_replace_allocate(self, config: PipelineConfig, context: BuildContext) -> Allocate | None:
         pool = context.block_pool
         assert pool is not None
-        return PagedAllocate(pool, int(self.watermark * pool.num_blocks), context.queue, self._swap)
+        assert context.capabilities is not None
+        reach = context.capabilities.kv_reach
+        return PagedAllocate(pool, int(self.watermark * pool.num_blocks), context.queue, self._swap, reach)
 
     @hookimpl
     def llmopt_wrap_schedule(self, schedule: Schedule) -> Schedule | None:

@@ -9,10 +9,12 @@ import pytest
 import llmopt
 from llmopt.block_pool import BlockPool
 from llmopt.errors import RequestTooLargeError
+from llmopt.pipeline import InferencePipeline
 from llmopt.request import Request, SamplingParams
 from llmopt.testing import assert_same_tokens, scripted_model, tiny_model, tiny_prompts
 from llmopt_plugins.memory.paged_kv import PagedAllocate, PagedKv
-from tests.llmopt.helpers import wrap
+from tests.llmopt.helpers import assert_idle, build_tiny, wrap
+from tests.plugins.memory.test_prefix_cache import poison
 
 BLOCK = 4
 
@@ -298,3 +300,107 @@ def test_what_is_freed_because_a_step_failed_is_computed_again_and_not_swapped()
         outputs = pipe.batch(tiny_prompts(3), max_new_tokens=12, ignore_eos=True, progress=False)
         assert not any(o.error for o in outputs)
         assert pipe.stats()["allocate.paged_kv"]["num_swapped_out"] == 0
+
+
+# -- sliding windows --------------------------------------------------------------------------------------------------
+WINDOW = 8
+LONG = {"max_new_tokens": 40, "ignore_eos": True, "progress": False}
+
+
+def windowed(kind: str = "mistral", *plugins: Any, **options: Any) -> InferencePipeline:
+    options = {"block_size": BLOCK, "max_model_len": 120, **options}
+    changes = {} if kind == "llama" else {"sliding_window": WINDOW}
+    return build_tiny(kind, [*plugins], changes=changes, **options)
+
+
+@pytest.fixture(scope="module")
+def windowed_tokens() -> tuple[list[list[int]], list[list[int]]]:
+    prompts = tiny_prompts(4, min_length=3, max_length=50)
+    with windowed() as plain:
+        return prompts, [o.token_ids for o in plain.batch(prompts, **LONG)]
+
+
+@pytest.mark.parametrize("chunk", [7, 4096])
+@pytest.mark.parametrize("native_mode", ["off", pytest.param("require", marks=pytest.mark.native)])
+def test_blocks_that_left_every_window_are_given_back_and_the_tokens_are_the_same(
+    native_mode: str, chunk: int, monkeypatch: Any, windowed_tokens: Any
+) -> None:
+    monkeypatch.setenv("LLMOPT_NATIVE", native_mode)
+    prompts, wanted = windowed_tokens
+    with windowed("mistral", "paged_kv", max_tokens_per_step=chunk) as pipe:
+        poison(pipe)
+        assert [o.token_ids for o in pipe.batch(prompts, **LONG)] == wanted
+        assert pipe.stats()["allocate.paged_kv"]["num_left_blocks"] > 40
+        assert_idle(pipe)
+
+
+def test_a_long_output_in_a_window_never_holds_more_than_the_window() -> None:
+    held = []
+    with windowed("mistral", "paged_kv") as pipe:
+        for number, _ in enumerate(pipe.stream([5, 6, 7], max_new_tokens=100, ignore_eos=True)):
+            held.append(pipe.block_pool.num_used)
+            if number == 50:
+                stats = pipe.stats()["allocate.paged_kv"]
+                assert stats["num_unused_tokens"] < BLOCK
+                assert stats["contiguity"] <= 1
+        assert_idle(pipe)
+    assert max(held) <= WINDOW // BLOCK + 1
+
+
+@pytest.mark.native
+def test_the_native_decoder_does_not_miss_what_was_given_back(windowed_tokens: Any) -> None:
+    prompts, wanted = windowed_tokens
+    with windowed("mistral", "native", "paged_kv") as pipe:
+        poison(pipe)
+        assert [o.token_ids for o in pipe.batch(prompts, **LONG)] == wanted
+        assert pipe.stats()["allocate.paged_kv"]["num_left_blocks"] > 40
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "llama"])
+def test_where_a_layer_sees_everything_nothing_is_given_back(kind: str) -> None:
+    with windowed(kind, "paged_kv") as pipe:
+        for _ in pipe.stream([5, 6, 7], max_new_tokens=60, ignore_eos=True):
+            pass
+        assert "num_left_blocks" not in pipe.stats()["allocate.paged_kv"]
+        most = []
+        for _ in pipe.stream([5, 6, 7], max_new_tokens=60, ignore_eos=True):
+            most.append(pipe.block_pool.num_used)
+        assert max(most) >= 15  # of about 60 tokens
+
+
+def test_a_prefix_cache_keeps_what_left_the_window_until_its_memory_is_needed(windowed_tokens: Any) -> None:
+    prompts, wanted = windowed_tokens
+    with windowed("mistral", "prefix_cache", "paged_kv") as pipe:
+        poison(pipe)
+        assert [o.token_ids for o in pipe.batch(prompts, **LONG)] == wanted
+        again = pipe.batch(prompts, **LONG)
+        assert [o.token_ids for o in again] == wanted
+        assert sum(o.num_cached_tokens for o in again) > 0
+        assert pipe.stats()["allocate.paged_kv"]["num_left_blocks"] > 40
+        pipe.between_steps(lambda: pipe.block_pool.evict(2 * len(prompts)))  # some that stand first are gone
+        assert [o.token_ids for o in pipe.batch(prompts, **LONG)] == wanted
+        assert_idle(pipe)
+
+
+def test_continuations_find_the_prompt_although_the_first_one_goes_on() -> None:
+    (prompt,) = tiny_prompts(1, min_length=40, max_length=40)
+    options = {**LONG, "n": 5, "seed": 1, "temperature": 1.0}
+    with windowed() as plain:
+        wanted = [o.token_ids for o in plain.batch([prompt], **options)]
+    for most in (2, 8):  # with two at once, later ones start when the first has long left the prompt
+        with windowed("mistral", "paged_kv", max_num_requests=most) as pipe:
+            poison(pipe)
+            assert [o.token_ids for o in pipe.batch([prompt], **options)] == wanted
+            assert_idle(pipe)
+
+
+def test_a_swapped_request_comes_back_with_its_window_alone(windowed_tokens: Any) -> None:
+    prompts = tiny_prompts(6, min_length=20, max_length=24)
+    with windowed() as plain:
+        wanted = [o.token_ids for o in plain.batch(prompts, **LONG)]
+    with windowed("mistral", PagedKv(watermark=0, swap_bytes=1 << 20), max_model_len=66, **pool(17)) as pipe:
+        poison(pipe)
+        pipe.cost_model.recompute_s = lambda num_tokens, num_computed_tokens=0: 1e9  # type: ignore[method-assign]
+        assert [o.token_ids for o in pipe.batch(prompts, **LONG)] == wanted
+        assert pipe.stats()["allocate.paged_kv"]["num_swapped_in"] > 0
+        assert_idle(pipe)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from llmopt.block_pool import GIVEN_BACK
 from llmopt_plugins.memory.prefix_cache.chain import (
     DIGEST_BYTES,
     KEY_BYTES,
@@ -105,7 +106,7 @@ class BlockIndex:
         while chain.num_entered < end:
             place = chain.num_entered
             ids = request.token_ids[place * size : (place + 1) * size]
-            if not self.enter_block(chain, table[place], ids):
+            if table[place] == GIVEN_BACK or not self.enter_block(chain, table[place], ids):
                 chain.next_end = NEVER
                 return
         chain.next_end = (end + 1) * size

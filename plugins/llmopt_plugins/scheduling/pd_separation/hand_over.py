@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from llmopt.block_pool import GIVEN_BACK
 from llmopt.errors import PipelineClosedError
 from llmopt_plugins.scheduling.pd_separation.keeper import Job, Keeper
 from llmopt_plugins.wrapping import Wrapping
@@ -118,7 +119,7 @@ class HandOver:
             over = [job for job in self._orphans if job.is_over]
             self._orphans = [job for job in self._orphans if not job.is_over]
         for job in over:
-            self.pool.free(job.blocks)
+            self.pool.free([block for block in job.blocks if block != GIVEN_BACK])
 
     def on_over(self, jobs: Sequence[Job]) -> None:
         """Called by a keeper: free orphans' blocks, and wake up whoever steps."""
