@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import math
 import time
+from bisect import insort
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from llmopt import PluginInfo, hookimpl
@@ -31,6 +33,43 @@ _MAX_ASKED = 64  # waiting requests whose cached prefix is looked up at a time
 _STALE_CALLS = 16  # calls after which an order that depends on what was served or cached is made again
 
 
+@dataclass(slots=True)
+class _WorkAhead:
+    """What stands before a place in the line."""
+
+    least_outputs: list[int]  # of running requests: tokens that each has to give at least
+    num_free: int  # slots that nobody runs in
+    num_prompt_tokens: int  # that running requests and those ahead in the line lack
+    num_waiting: int = 0  # ahead in the line
+
+    @classmethod
+    def of_running(cls, queue: RequestQueue) -> _WorkAhead:
+        behind = [r.num_tokens - r.num_computed_tokens for r in queue.running]
+        least = [_least_output(r) for r in queue.running]
+        return cls(least, len(queue.free_slots), sum(n for n in behind if n > 1))
+
+    def add(self, request: Request) -> None:
+        """One more that waits ahead."""
+        self.num_waiting += 1
+        self.num_prompt_tokens += request.num_tokens
+
+    def until_slot(self) -> tuple[int, int]:
+        """Steps until the next request can have a slot, at least, and the rows that each of them has."""
+        needed = self.num_waiting + 1 - self.num_free
+        if needed <= 0 or not self.least_outputs:
+            return 0, 0
+        place = min(needed, len(self.least_outputs))
+        return sorted(self.least_outputs)[place - 1], len(self.least_outputs) - place + 1
+
+
+def _least_output(request: Request) -> int:
+    """Tokens that a request has to give at least before it ends."""
+    least = request.sampling.min_new_tokens
+    if not request.eos_token_ids and not request.sampling.stop:
+        least = request.max_len - request.num_prompt_tokens
+    return max(0, least - request.num_output_tokens)
+
+
 class PolicyOrder:
     """Sort the waiting requests; with priorities also the running ones, so that the least urgent is pre-empted first.
 
@@ -41,6 +80,8 @@ class PolicyOrder:
     :param num_cached: tokens of a request that a cache holds; None: nobody knows.
     :param cost: with it, a waiting request that can no longer meet its deadline is refused.
     :param clock: seconds, on the scale of `Request.arrival_s`.
+    :param is_in_order: whether prompts are computed in the order of the line; else later ones may pass, and deadlines
+        do not count the prompts before a request.
     """
 
     def __init__(
@@ -52,6 +93,7 @@ class PolicyOrder:
         num_cached: Callable[[Request], int] | None = None,
         cost: CostModel | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        is_in_order: Callable[[], bool] = lambda: True,
     ) -> None:
         self.inner = inner
         self.policy = policy
@@ -60,6 +102,7 @@ class PolicyOrder:
         self.num_cached = num_cached
         self.cost = cost
         self.clock = clock
+        self.is_in_order = is_in_order
         self.num_refused = 0
         self._seen: tuple[int, int, int] | None = None
         self._num_calls = 0  # since the order was made
@@ -114,39 +157,63 @@ class PolicyOrder:
 
     def _find_deadlines(self, queue: RequestQueue) -> None:
         moments = []
+        ahead = _WorkAhead.of_running(queue)
         for place, request in enumerate(queue.waiting):
             if request.deadline_s is not None and request.lockstep is None:
-                latest_s = request.arrival_s + request.deadline_s - self._shortest_s(request)
-                moments.append((latest_s, place, request))
+                moments.append((self._latest_start_s(request, ahead), place, request))
+            ahead.add(request)
         self._latest_s = sorted(moments, key=lambda moment: moment[0], reverse=True)
 
-    def _shortest_s(self, request: Request) -> float:
-        """Seconds that the request takes at least: alone on the engine, and with the shortest output it may have."""
+    def _latest_start_s(self, request: Request, ahead: _WorkAhead) -> float:
+        assert request.deadline_s is not None
+        return request.arrival_s + request.deadline_s - self._shortest_s(request, ahead)
+
+    def _shortest_s(self, request: Request, ahead: _WorkAhead) -> float:
+        """Seconds that the request takes at least: what must be done before it, and the shortest output it may have."""
         cost = self.cost
         if cost is None or cost.measured is None:  # while the pipeline is built
             return 0.0
-        least = max(1, request.sampling.min_new_tokens)
-        if not request.eos_token_ids and not request.sampling.stop:
-            least = request.max_len - request.num_prompt_tokens
-        left = max(1, least - request.num_output_tokens)
         cached = 0 if self.num_cached is None or request.media is not None else self.num_cached(request)
         prompt = max(1, request.num_tokens - cached)
-        return cost.step_s(prompt, 1) + (left - 1) * cost.step_s(1, 1, request.num_tokens)
+        wait_steps, wait_rows = ahead.until_slot()
+        wait_s = wait_steps * cost.step_s(wait_rows, wait_rows) if wait_steps else 0.0
+        start_s = wait_s + self._prefill_s(prompt)
+        if self.num_cached is None and self.is_in_order():  # else nobody knows what is cached of those
+            start_s = max(start_s, self._prefill_s(ahead.num_prompt_tokens + prompt))
+        left = max(1, _least_output(request))
+        rows = 1 + sum(least >= wait_steps + left for least in ahead.least_outputs)  # who runs beside it all the time
+        return start_s + (left - 1) * cost.step_s(rows, rows, request.num_tokens)
+
+    def _prefill_s(self, num_tokens: int) -> float:
+        assert self.cost is not None
+        most = getattr(self.cost, "max_tokens", 0) or num_tokens
+        full, rest = divmod(num_tokens, most)
+        return full * self.cost.step_s(most) + self.cost.step_s(rest)
 
     def _refuse_late(self, queue: RequestQueue) -> None:
         now = self.clock()
+        late: list[Request] = []
         while self._latest_s and self._latest_s[-1][0] < now:
-            latest_s, _, request = self._latest_s.pop()
-            if queue.by_id.get(request.request_id) is not request or request not in queue.waiting:
-                continue  # it runs, or it has gone
-            assert request.deadline_s is not None
-            needed_s = request.arrival_s + request.deadline_s - latest_s
-            queue.refuse(request, DeadlineError(
-                f"request {request.request_id!r} can no longer end within its deadline of {request.deadline_s:g} s: it "
-                f"has waited for {now - request.arrival_s:.3g} s and takes at least {needed_s:.3g} s alone. Give it "
-                "more time, a higher priority or fewer tokens, or send less at once."
-            ))  # fmt: skip
-            self.num_refused += 1
+            late.append(self._latest_s.pop()[2])
+        ahead = _WorkAhead.of_running(queue)
+        for place, request in enumerate(list(queue.waiting)):  # who is not there runs, or has gone
+            if request in late:
+                latest_s = self._latest_start_s(request, ahead)  # work was done since it was asked
+                if latest_s < now:
+                    self._refuse(request, queue, now, latest_s)
+                    continue
+                insort(self._latest_s, (latest_s, place, request), key=lambda moment: -moment[0])
+            ahead.add(request)
+
+    def _refuse(self, request: Request, queue: RequestQueue, now: float, latest_s: float) -> None:
+        assert request.deadline_s is not None
+        needed_s = request.arrival_s + request.deadline_s - latest_s
+        queue.refuse(request, DeadlineError(
+            f"request {request.request_id!r} can no longer end within its deadline of {request.deadline_s:g} s: it "
+            f"has waited for {now - request.arrival_s:.3g} s and takes at least {needed_s:.3g} s, with the work before "
+            "it. Give it more time, a higher priority or fewer tokens, or send less at once."
+        ))  # fmt: skip
+        self.num_refused += 1
 
     def stats(self) -> dict[str, object]:
         found: dict[str, object] = {"num_refused": self.num_refused}
@@ -202,4 +269,5 @@ class RequestOrder:
             shares=TenantShares() if self.fair else None,
             num_cached=getattr(context.stages.lookup, "num_cached", None),
             cost=context.cost_model.wanted() if self.deadlines == "refuse" else None,
+            is_in_order=lambda: context.stages.budget is context.baseline.budget,
         )

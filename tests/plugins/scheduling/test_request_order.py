@@ -198,7 +198,7 @@ def test_a_long_line_of_many_tenants_is_put_in_order_quickly() -> None:
 # -- deadlines -------------------------------------------------------------------------------------------------------
 def test_a_waiting_request_is_refused_as_soon_as_it_can_no_longer_end_in_time_and_not_before() -> None:
     sim = simulation("fcfs", deadlines=True)
-    sim.at(0.0, "holder", 10, new=100)  # for about a second
+    sim.at(0.0, "holder", 10, new=100, eos=[2])  # for about a second, but it may end at any time
     late = sim.at(0.1, "late", 90, new=10, deadline_s=0.5)
     patient = sim.at(0.1, "patient", 90, new=10, deadline_s=20.0)
     while not late.is_finished:
@@ -221,6 +221,50 @@ def test_a_request_that_may_end_early_is_refused_only_when_even_its_first_token_
     assert isinstance(hopeless.error, DeadlineError)
 
 
+def test_who_must_wait_for_a_slot_that_comes_too_late_is_refused_at_once() -> None:
+    sim = simulation("fcfs", deadlines=True)
+    sim.at(0.0, "holder", 10, new=100)  # for about a second, and certainly
+    late = sim.at(0.1, "late", 90, new=10, deadline_s=0.5)
+    just = sim.at(0.1, "just", 90, new=10, deadline_s=1.5)
+    while not late.is_finished:
+        assert sim.step()
+    assert sim.now < 0.15
+    sim.run()
+    assert just.finish_reason == "length"
+    assert sim.times["just"][-1] <= 0.1 + 1.5
+
+
+def test_prompts_ahead_count_and_requests_that_end_in_time_are_not_refused() -> None:
+    sim = simulation("fcfs", deadlines=True, max_num_requests=64, max_tokens_per_step=1000)
+    sim.cost.max_tokens = 1000  # 0.11 s
+    for number in range(4):
+        sim.at(0.0, f"long-{number}", 1000, new=2)
+    late = sim.at(0.001, "late", 900, new=2, deadline_s=0.4)  # four steps of prompts come before its own
+    tight = sim.at(0.001, "tight", 900, new=2, deadline_s=0.75)
+    sim.run()
+    assert isinstance(late.error, DeadlineError)
+    assert tight.finish_reason == "length"
+    assert sim.times["tight"][-1] <= 0.001 + 0.75
+
+
+def test_what_runs_beside_a_request_makes_its_steps_longer() -> None:
+    class PerRow(LinearCost):
+        token_s = 0.01
+
+    ends = []
+    for others in (0, 9):
+        sim = simulation("fcfs", deadlines=True, max_num_requests=64)
+        sim.cost = PerRow()
+        sim.order.cost = sim.cost
+        for number in range(others):
+            sim.at(0.0, f"runs-{number}", 2, new=200)
+        asked = sim.at(0.05, "asked", 2, new=20, deadline_s=1.0)  # 0.4 s alone, 2 s in company
+        sim.run()
+        ends.append(asked.error)
+    assert ends[0] is None
+    assert isinstance(ends[1], DeadlineError)
+
+
 def test_who_runs_already_is_not_refused() -> None:
     sim = simulation("fcfs", deadlines=True)
     made = sim.at(0.0, "runs", 10, new=50, deadline_s=0.3, eos=[2])
@@ -240,7 +284,7 @@ def test_the_caller_gets_the_error_of_a_refused_request_and_others_go_on() -> No
         good, bad = pipe.batch([[5, 6, 7], {"prompt": [8, 9], "deadline_s": 10}], max_new_tokens=3, progress=False)
         assert good.token_ids == wanted
         assert isinstance(bad.error, DeadlineError)
-        with pytest.raises(DeadlineError, match=r"takes at least .* alone"):
+        with pytest.raises(DeadlineError, match=r"takes at least .* with the work before it"):
             pipe.submit([5, 6], max_new_tokens=3, deadline_s=5.0).result(timeout_s=20)
         assert_idle(pipe)
 
