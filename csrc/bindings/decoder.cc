@@ -131,6 +131,28 @@ nb::object step(Decoder& decoder, OwningStepPlan& plan, nb::handle token_ids, nb
   return nb::cast(std::make_pair(std::move(best), std::move(best_values)));
 }
 
+// The same for a decoder that drafts.
+void draft_step(Decoder& decoder, OwningStepPlan& plan, nb::handle token_ids, nb::handle positions,
+                nb::handle logits_indices, uintptr_t features, uintptr_t states, uintptr_t states_out, int top,
+                uintptr_t top_ids, uintptr_t top_log_probs) {
+  const char* expected = "a contiguous int64 array on the CPU";
+  const auto tokens = view<Array1<int64_t>>(token_ids, "token_ids", expected);
+  const auto places = view<Array1<int64_t>>(positions, "positions", expected);
+  const auto indices = view<Array1<int64_t>>(logits_indices, "logits_indices", expected);
+  DecoderInputs inputs;
+  inputs.token_ids = {tokens.data(), tokens.shape(0)};
+  inputs.positions = {places.data(), places.shape(0)};
+  inputs.logits_indices = {indices.data(), indices.shape(0)};
+  inputs.features = pointer<const float>(features);
+  inputs.states = pointer<const float>(states);
+  inputs.states_out = pointer<float>(states_out);
+  inputs.top = top;
+  inputs.top_ids = pointer<int32_t>(top_ids);
+  inputs.top_log_probs = pointer<float>(top_log_probs);
+  const nb::gil_scoped_release unlocked;
+  decoder.step(inputs, plan.plan);
+}
+
 void bind_matrices(nb::module_& m) {
   nb::enum_<WeightFormat>(m, "WeightFormat")
       .value("FLOAT32", WeightFormat::kFloat32)
@@ -278,6 +300,19 @@ void bind_spec(nb::module_& m) {
       .def_rw("attention", &LayerSpec::attention)
       .def_rw("mlp", &LayerSpec::mlp)
       .def_rw("moe", &LayerSpec::moe);
+  nb::class_<DraftFront> front(m, "DraftFront");
+  nb::enum_<DraftFront::Kind>(front, "Kind")
+      .value("NONE", DraftFront::Kind::kNone)
+      .value("JOIN", DraftFront::Kind::kJoin)
+      .value("SPLIT", DraftFront::Kind::kSplit);
+  front.def(nb::init<>())
+      .def_rw("kind", &DraftFront::kind)
+      .def_rw("fc", &DraftFront::fc)
+      .def_rw("token_norm", &DraftFront::token_norm)
+      .def_rw("feature_norm", &DraftFront::feature_norm)
+      .def_rw("part_norms", &DraftFront::part_norms)
+      .def_rw("norm_residual", &DraftFront::norm_residual)
+      .def_rw("shows_normed", &DraftFront::shows_normed);
   nb::class_<DecoderSpec> decoder(m, "DecoderSpec");
   decoder.def(nb::init<>())
       .def_rw("hidden_size", &DecoderSpec::hidden_size)
@@ -293,7 +328,9 @@ void bind_spec(nb::module_& m) {
       .def_rw("head", &DecoderSpec::head)
       .def_rw("logit_scale", &DecoderSpec::logit_scale)
       .def_rw("logit_softcap", &DecoderSpec::logit_softcap)
-      .def_rw("hidden_layers", &DecoderSpec::hidden_layers);
+      .def_rw("hidden_layers", &DecoderSpec::hidden_layers)
+      .def_rw("draft", &DecoderSpec::draft)
+      .def_rw("head_size", &DecoderSpec::head_size);
   def_address(decoder, "position_embedding", &DecoderSpec::position_embedding);
 }
 
@@ -320,6 +357,9 @@ void bind_decoder(nb::module_& m) {
           "spec"_a, "caches"_a, "team"_a)
       .def("step", &step, "plan"_a, "token_ids"_a, "positions"_a, "logits_indices"_a, "logits_address"_a = 0,
            "want_best"_a = false, "banned_rows"_a = nb::none(), "banned_ids"_a = nb::none(), "hidden_address"_a = 0)
+      .def("draft_step", &draft_step, "plan"_a, "token_ids"_a, "positions"_a, "logits_indices"_a,
+           "features_address"_a = 0, "states_address"_a = 0, "states_out_address"_a = 0, "top"_a = 0,
+           "top_ids_address"_a = 0, "top_log_probs_address"_a = 0)
       .def_prop_rw("is_profiling", &Decoder::is_profiling, &Decoder::set_profiling)
       .def("profile", [](const Decoder& self) {
         nb::dict times;

@@ -38,9 +38,9 @@ void check_drafts(const StepInputs& inputs) {
   }
   for (size_t b = 0; b < inputs.seq_lens.size(); ++b) {
     const int q_len = cu[b + 1] - cu[b], count = inputs.num_drafts[b];
-    if (count < 0 || count > kMaxDrafts || (count > 0 && count >= q_len) || count > inputs.seq_lens[b]) {
+    if (count < 0 || count > kMaxDrafts || (count > 0 && count >= inputs.seq_lens[b])) {
       refuse("request " + std::to_string(b) + " has " + std::to_string(count) + " drafts among " +
-             std::to_string(q_len) + " tokens; there are at most " + std::to_string(kMaxDrafts) +
+             std::to_string(inputs.seq_lens[b]) + " keys; there are at most " + std::to_string(kMaxDrafts) +
              ", behind a token that is none.");
     }
     for (int q = 0; q < q_len; ++q) {

@@ -169,7 +169,7 @@ def visible_keys(masks: Sequence[int], kv_len: int, sliding_window: int = 0) -> 
         token as there are bits in its mask.
     :returns: bool [len(masks), kv_len].
     """
-    num_drafts = sum(mask != 0 for mask in masks)
+    num_drafts = max(mask.bit_length() for mask in masks)  # the last one's own bit; earlier ones may be no queries
     first = kv_len - num_drafts  # the first draft
     places = torch.arange(kv_len)
     positions = places.clone()

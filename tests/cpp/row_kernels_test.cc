@@ -4,9 +4,12 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <functional>
+#include <limits>
+#include <numeric>
 #include <random>
 #include <vector>
 
@@ -49,6 +52,55 @@ TEST(RowKernels, NormsEqualTheFormula) {
         EXPECT_NEAR(layer[i], (x[i] - sum / n) / std::sqrt(deviations / n + 1e-3) * w + b, 2e-5);
       }
     }
+  });
+}
+
+TEST(RowKernels, TheLargestComeInOrderAndOfEqualOnesTheFirst) {
+  for_all([](const RowKernels& kernels, int64_t n) {
+    for (const int count : {1, 3, 8}) {
+      if (count > n) continue;
+      for (uint32_t seed = 0; seed < 4; ++seed) {
+        Row x = random_row(n, seed);
+        if (seed % 2) {
+          for (float& v : x) v = std::round(2 * v);  // many equal ones
+        }
+        std::vector<int32_t> order(n), places(count);
+        std::iota(order.begin(), order.end(), 0);
+        std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) { return x[a] > x[b]; });
+        Row values(count);
+        kernels.top(x.data(), n, count, places.data(), values.data());
+        for (int k = 0; k < count; ++k) {
+          EXPECT_EQ(places[k], order[k]);
+          EXPECT_EQ(values[k], x[order[k]]);
+        }
+      }
+    }
+  });
+}
+
+TEST(RowKernels, NanIsNeverAmongTheLargest) {
+  for_all([](const RowKernels& kernels, int64_t n) {
+    Row x = random_row(n, 9);
+    for (int64_t i = 0; i < n; i += 2) x[i] = std::numeric_limits<float>::quiet_NaN();
+    int32_t place = -1;
+    float value = 0;
+    kernels.top(x.data(), n, 1, &place, &value);
+    if (n > 1) {
+      EXPECT_EQ(place % 2, 1);
+      EXPECT_FALSE(std::isnan(value));
+    } else {
+      EXPECT_EQ(value, -std::numeric_limits<float>::infinity());
+    }
+  });
+}
+
+TEST(RowKernels, SumsOfExponentialsEqualTheFormula) {
+  for_all([](const RowKernels& kernels, int64_t n) {
+    const Row x = random_row(n, 10);
+    const float max = *std::max_element(x.begin(), x.end());
+    double sum = 0;
+    for (const float v : x) sum += std::exp(static_cast<double>(v) - max);
+    EXPECT_NEAR(kernels.sum_exp(x.data(), n, max), sum, 1e-5 * sum);
   });
 }
 

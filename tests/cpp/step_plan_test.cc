@@ -155,8 +155,11 @@ TEST(StepPlan, MasksThatAreNoTreesAreRefused) {
   EXPECT_NE(refusal({0, 3}, {0, 0, 1, 3, 1}).find("draft_masks[4] is 1"), std::string::npos);
   EXPECT_NE(refusal({0, 3}, {0, 1, 1, 3, 5}).find("draft_masks[1] is 1"), std::string::npos);
   EXPECT_NE(refusal({0, 3}, {0, 0, 1, 3, 13}).find("draft_masks[4] is 13"), std::string::npos);
-  EXPECT_NE(refusal({0, 4}, {0, 1, 3, 5, 9}).find("request 1 has 4 drafts among 4 tokens"), std::string::npos);
-  EXPECT_NE(refusal({1, 3}, {0, 0, 1, 3, 5}).find("request 0 has 1 drafts"), std::string::npos);
+  EXPECT_EQ(refusal({0, 4}, {0, 1, 3, 5, 9}), "nothing was thrown");
+  EXPECT_EQ(refusal({0, 6}, {0, 4, 9, 17, 33}), "nothing was thrown");  // the first two are no queries
+  EXPECT_NE(refusal({0, 6}, {0, 1, 2, 4, 8}).find("draft_masks[1] is 1"), std::string::npos);
+  EXPECT_NE(refusal({0, 20}, {0, 1, 3, 5, 9}).find("request 1 has 20 drafts among 20 keys"), std::string::npos);
+  EXPECT_NE(refusal({1, 3}, {0, 0, 1, 3, 5}).find("draft_masks[0] is 0"), std::string::npos);
   EXPECT_NE(refusal({0, 3}, {0, 0, 1, 3}).find("draft_masks has 4 entries"), std::string::npos);
   EXPECT_NE(refusal({3}, {0, 0, 1, 3, 5}).find("num_drafts 1"), std::string::npos);
 }

@@ -61,7 +61,9 @@ void Forward::prepare_attention() {
 void Forward::project_qkv(Worker& worker, const Block& block, int layer) {
   const LayerSpec& spec = spec_.layers[layer];
   const int64_t hidden = spec_.hidden_size, rows = block.rows.size();
+  const bool reads_token = layer == 0 && is_split();
   const InputRows& input = fill(worker, block, spec.attention.qkv.weight, [&](int64_t row) {
+    if (reads_token) return split_input(worker, row);
     return norm(spec.before_attention, residual_.data() + row * hidden, hidden, worker.row.data());
   });
   const int64_t width = spec.attention.qkv.weight.shape.num_outputs;

@@ -41,8 +41,8 @@ void check_mlp(const MlpSpec& mlp, int64_t hidden, const std::string& where) {
             " inputs of down are " + std::to_string(2 * padded) + ".");
 }
 
-void check_attention(const AttentionSpec& attention, const DecoderSpec& spec, const LayerCache& cache,
-                     const std::string& where) {
+void check_attention(const AttentionSpec& attention, const DecoderSpec& spec, int64_t num_inputs,
+                     const LayerCache& cache, const std::string& where) {
   const int64_t heads = attention.num_heads, kv_heads = attention.num_kv_heads, dim = attention.head_dim;
   check(heads > 0 && kv_heads > 0 && dim > 0 && heads % kv_heads == 0, where,
         std::to_string(heads) + " query heads and " + std::to_string(kv_heads) + " key heads of " +
@@ -52,7 +52,7 @@ void check_attention(const AttentionSpec& attention, const DecoderSpec& spec, co
             " and " + std::to_string(cache.head_dim_v) + " values, the layer has " + std::to_string(kv_heads) + " of " +
             std::to_string(dim) + ".");
   check(cache.key && cache.value && cache.num_blocks > 0 && cache.block_size > 0, where, "the cache is empty.");
-  check_matrix(attention.qkv.weight, (heads + 2 * kv_heads) * dim, spec.hidden_size, where + ".qkv");
+  check_matrix(attention.qkv.weight, (heads + 2 * kv_heads) * dim, num_inputs, where + ".qkv");
   check_matrix(attention.output.weight, spec.hidden_size, heads * dim, where + ".output");
   check_norm(attention.q_norm, where + ".q_norm");
   check_norm(attention.k_norm, where + ".k_norm");
@@ -88,6 +88,19 @@ void check_moe(const MoeSpec& moe, const DecoderSpec& spec, const std::string& w
   }
 }
 
+void check_front(const DraftFront& front, int64_t hidden) {
+  if (front.kind == DraftFront::Kind::kNone) return;
+  const int64_t width = front.fc.weight.shape.num_inputs, parts = static_cast<int64_t>(front.part_norms.size());
+  const bool is_joined = front.kind == DraftFront::Kind::kJoin;
+  check_matrix(front.fc.weight, hidden, is_joined ? 2 * hidden : width, "draft.fc");
+  check(width > 0, "draft.fc", "it has no inputs.");
+  check(parts == 0 || (!is_joined && width % parts == 0), "draft.part_norms",
+        std::to_string(parts) + " norms for parts of " + std::to_string(width) + " features.");
+  check_norm(front.token_norm, "draft.token_norm");
+  check_norm(front.feature_norm, "draft.feature_norm");
+  for (const NormSpec& norm : front.part_norms) check_norm(norm, "draft.part_norms");
+}
+
 }  // namespace
 
 void check_spec(const DecoderSpec& spec, const std::vector<LayerCache>& caches) {
@@ -97,7 +110,8 @@ void check_spec(const DecoderSpec& spec, const std::vector<LayerCache>& caches) 
   check(caches.size() == spec.layers.size(), "the decoder",
         std::to_string(spec.layers.size()) + " layers and " + std::to_string(caches.size()) + " caches.");
   check_matrix(spec.embedding, spec.vocab_size, spec.hidden_size, "embedding");
-  check_matrix(spec.head.weight, spec.vocab_size, spec.hidden_size, "head");
+  check_matrix(spec.head.weight, spec.num_logits(), spec.hidden_size, "head");
+  check_front(spec.draft, spec.hidden_size);
   check(!spec.position_embedding || spec.num_positions > 0, "position_embedding", "it has no positions.");
   check(spec.logit_softcap >= 0, "logit_softcap", "it is negative.");
   for (size_t i = 0; i < spec.hidden_layers.size(); ++i) {
@@ -116,7 +130,8 @@ void check_spec(const DecoderSpec& spec, const std::vector<LayerCache>& caches) 
     check_norm(layer.after_attention, where + ".after_attention");
     check_norm(layer.before_mlp, where + ".before_mlp");
     check_norm(layer.after_mlp, where + ".after_mlp");
-    check_attention(layer.attention, spec, caches[i], where + ".attention");
+    const bool is_split = i == 0 && spec.draft.kind == DraftFront::Kind::kSplit;
+    check_attention(layer.attention, spec, (is_split ? 2 : 1) * spec.hidden_size, caches[i], where + ".attention");
     if (layer.moe.experts.empty()) {
       check_mlp(layer.mlp, spec.hidden_size, where + ".mlp");
     } else {

@@ -25,6 +25,9 @@ Forward::Forward(DecoderSpec spec, std::vector<LayerCache> caches, std::shared_p
   check_spec(spec_, caches_);
   find_attention_kinds();
   max_width_ = spec_.hidden_size;
+  if (spec_.draft.kind != DraftFront::Kind::kNone) {
+    max_width_ = std::max(2 * spec_.hidden_size, spec_.draft.fc.weight.shape.num_inputs);
+  }
   for (size_t i = 0; i < spec_.layers.size(); ++i) {
     const LayerSpec& layer = spec_.layers[i];
     const AttentionSpec& attention = layer.attention;
@@ -73,6 +76,15 @@ void Forward::check(const DecoderInputs& inputs, StepPlan& plan) {
                               ".");
     }
     last = index;
+  }
+  const bool drafts = spec_.draft.kind != DraftFront::Kind::kNone;
+  if (num_tokens > 0 && (inputs.features != nullptr) + (inputs.states != nullptr) != (drafts ? 1 : 0)) {
+    throw std::invalid_argument(drafts ? "a decoder that drafts reads features or states, one of them."
+                                       : "features and states belong to a decoder that drafts.");
+  }
+  if (inputs.top < 0 || inputs.top > spec_.num_logits()) {
+    throw std::invalid_argument("the best " + std::to_string(inputs.top) + " of " + std::to_string(spec_.num_logits()) +
+                                " tokens.");
   }
   const auto slots = plan.inputs().slot_mapping;
   if (static_cast<int64_t>(slots.size()) > num_tokens) {

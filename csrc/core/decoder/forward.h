@@ -91,9 +91,18 @@ class Forward {
   void multiply_into_residual(Worker& worker, const Block& block, const LinearSpec& linear, const InputRows& input,
                               const NormSpec& after, Phase phase, const PackedMatrix* next);
   void embed(Worker& worker, const Block& block);
+  void embed_token(int64_t row, float* out) const;
   // Rows of the residual stream that enter `layer`, for those who want to see them.
   void show_hidden(Worker& worker, int layer);
   void mlp(Worker& worker, const Block& block, const LayerSpec& layer, const PackedMatrix* next);
+
+  // draft.cc
+  bool is_split() const { return spec_.draft.kind == DraftFront::Kind::kSplit; }
+  void draft_front(Worker& worker, const Block& block);
+  const float* join_token(Worker& worker, int64_t row) const;
+  const float* normed_features(Worker& worker, int64_t row) const;
+  const float* split_input(Worker& worker, int64_t row) const;
+  void choose_top(Worker& worker);
 
   // attend.cc
   AttentionArgs attention_args(int layer) const;
@@ -144,6 +153,7 @@ class Forward {
   InputSet shared_products_;                // outputs of `up` in the form that `down` reads
   InputSet head_inputs_;                    // [R, hidden]
   std::vector<Banned> banned_;              // by token id
+  Array<float> logits_;                     // [R, num_logits] where the top tokens are chosen from them
   Array<float> residual_;                   // [T, hidden]
   Array<float> branch_;                     // [T, hidden] what a norm looks at before it joins the residual stream
   Array<float> qkv_, mlp_;                  // [T, ...] of shared blocks

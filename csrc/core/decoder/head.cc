@@ -1,6 +1,7 @@
 // The end of a step: the rows whose logits are wanted, the final norm, the head, and the best token of each row.
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <stdexcept>
 #include <string>
@@ -24,6 +25,7 @@ Best better(const Best& a, const Best& b) {
 
 void Forward::prepare_head() {
   const auto rows = static_cast<int64_t>(inputs_.logits_indices.size());
+  if (inputs_.top > 0) inputs_.logits = logits_.resize(rows * spec_.num_logits());
   if (rows > 0 && (inputs_.logits || inputs_.best)) prepare_shared(spec_.head.weight, rows, head_inputs_);
   const auto banned_rows = inputs_.banned_rows, banned_ids = inputs_.banned_ids;
   if (banned_rows.size() != banned_ids.size()) {
@@ -46,12 +48,16 @@ void Forward::head(Worker& worker) {
   worker.best.clear();
   if (rows == 0 || !(inputs_.logits || inputs_.best)) return;
   const PackedMatrix& matrix = spec_.head.weight;
-  const int64_t hidden = spec_.hidden_size, vocab = spec_.vocab_size;
+  const int64_t hidden = spec_.hidden_size, vocab = spec_.num_logits();
   InputBuffer& buffer = head_inputs_.at(input_form(matrix.shape, rows), hidden);
   const Range mine = share(rows, worker.thread, worker.size);
   for (int64_t i = mine.begin; i < mine.end; ++i) {
     const float* x = residual_.data() + inputs_.logits_indices[i] * hidden;
-    buffer.fill_row(i, norm(spec_.final_norm, x, hidden, worker.row.data()));
+    const float* normed = norm(spec_.final_norm, x, hidden, worker.row.data());
+    buffer.fill_row(i, normed);
+    if (inputs_.states_out) {
+      std::memcpy(inputs_.states_out + i * hidden, spec_.draft.shows_normed ? normed : x, hidden * sizeof(float));
+    }
   }
   mark(worker, Phase::kNorm);
   barrier(worker);
@@ -91,6 +97,7 @@ void Forward::head(Worker& worker) {
     }
   }
   mark(worker, Phase::kHead);
+  if (inputs_.top > 0) choose_top(worker);
 }
 
 // Threads have ascending ranges of columns.

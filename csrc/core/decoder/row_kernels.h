@@ -22,6 +22,10 @@ struct RowKernels {
   void (*softcap)(float* x, int64_t n, float cap);                 // x = tanh(x / cap) * cap
   void (*to_bfloat16)(const float* x, int64_t n, uint16_t* out);   // round to nearest, ties to even
   void (*from_bfloat16)(const uint16_t* x, int64_t n, float* out);
+  // Places and values of the `count` largest, the largest first, of equal ones the first; 1 <= count <= n. NaN counts
+  // as -inf.
+  void (*top)(const float* x, int64_t n, int count, int32_t* places, float* values);
+  float (*sum_exp)(const float* x, int64_t n, float max);  // sum of exp(x - max), for no x above max
 };
 
 const RowKernels& portable_row_kernels();

@@ -122,8 +122,42 @@ void from_bfloat16(const uint16_t* x, int64_t n, float* out) {
   }
 }
 
+void top(const float* x, int64_t n, int count, int32_t* places, float* values) {
+  constexpr float kLowest = -__builtin_inff();
+  for (int k = 0; k < count; ++k) places[k] = k, values[k] = kLowest;
+  int found = 0;
+  const auto insert = [&](int64_t i) {
+    int k = found < count ? found++ : count - 1;
+    for (; k > 0 && x[i] > values[k - 1]; --k) places[k] = places[k - 1], values[k] = values[k - 1];
+    places[k] = static_cast<int32_t>(i);
+    values[k] = x[i];
+  };
+  constexpr int64_t kBlock = 8 * kLanes;
+  for (int64_t begin = 0; begin < n; begin += kBlock) {
+    const int64_t end = begin + kBlock < n ? begin + kBlock : n;
+    if (found == count && end - begin == kBlock) {  // is anything in these larger than the smallest so far?
+      Vec largest = simd::load_as<Vec>(x + begin);
+#pragma GCC unroll 7
+      for (int j = 1; j < 8; ++j) largest = simd::larger(largest, simd::load_as<Vec>(x + begin + j * kLanes));
+      if (!(simd::max_lanes(largest) > values[count - 1])) continue;
+    }
+    for (int64_t i = begin; i < end; ++i) {
+      if (found < count ? !(x[i] != x[i]) : x[i] > values[count - 1]) insert(i);
+    }
+  }
+}
+
+float sum_exp(const float* x, int64_t n, float max) {
+  const Vec shift = simd::splat(max), log2e = simd::splat(1.44269504088896340736f);
+  return sum_row(n, [&](int64_t i, int64_t end) {
+    const Vec e = simd::exp2_nonpositive<true>((load_some(x + i, end - i) - shift) * log2e);
+    return end - i >= kLanes ? e : simd::load_first<Vec>(reinterpret_cast<const float*>(&e), static_cast<int>(end - i));
+  });
+}
+
 RowKernels make_row_kernels() {
-  return {rms_norm, layer_norm, rotate, rotate_interleaved, scale, add, softcap, to_bfloat16, from_bfloat16};
+  return {rms_norm,      layer_norm, rotate, rotate_interleaved, scale, add, softcap, to_bfloat16,
+          from_bfloat16, top,        sum_exp};
 }
 
 }  // namespace

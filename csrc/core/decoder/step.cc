@@ -41,6 +41,7 @@ void Forward::prepare() {
   if (has_experts_) prepare_moe();
   prepare_head();
   if (has_own_blocks_) return;
+  if (spec_.draft.kind != DraftFront::Kind::kNone) prepare_shared(spec_.draft.fc.weight, rows, shared_inputs_);
   qkv_.resize(rows * max_qkv_);
   if (has_mlp_) mlp_.resize(rows * max_mlp_);
   for (const LayerSpec& layer : spec_.layers) {
@@ -81,7 +82,13 @@ void Forward::run(Worker& worker) {
   const TileScope tiles;
   divide(worker);
   worker.row.resize(max_width_);
-  for (const Block& block : worker.blocks) embed(worker, block);
+  for (const Block& block : worker.blocks) {
+    if (spec_.draft.kind == DraftFront::Kind::kNone) {
+      embed(worker, block);
+    } else {
+      draft_front(worker, block);
+    }
+  }
   const int num_layers = static_cast<int>(spec_.layers.size());
   for (int i = 0; i < num_layers; ++i) {
     const LayerSpec& layer = spec_.layers[i];
@@ -117,14 +124,18 @@ const float* Forward::norm(const NormSpec& spec, const float* x, int64_t n, floa
   return out;
 }
 
+void Forward::embed_token(int64_t row, float* out) const {
+  unpack_row(spec_.embedding, inputs_.token_ids[row], out);
+  if (spec_.embedding_scale != 1) kernels_.scale(out, spec_.hidden_size, spec_.embedding_scale);
+}
+
 void Forward::embed(Worker& worker, const Block& block) {
   const int64_t hidden = spec_.hidden_size;
   const Range mine = share(block.rows.size(), block.part, block.parts);
   for (int64_t i = mine.begin; i < mine.end; ++i) {
     const int64_t row = block.rows.begin + i;
     float* x = residual_.data() + row * hidden;
-    unpack_row(spec_.embedding, inputs_.token_ids[row], x);
-    if (spec_.embedding_scale != 1) kernels_.scale(x, hidden, spec_.embedding_scale);
+    embed_token(row, x);
     if (spec_.position_embedding) {
       kernels_.add(x, hidden, spec_.position_embedding + inputs_.positions[row] * hidden, 1);
     }

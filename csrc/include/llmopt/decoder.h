@@ -18,7 +18,7 @@ struct DecoderInputs {
   std::span<const int64_t> token_ids;       // [T]
   std::span<const int64_t> positions;       // [T]
   std::span<const int64_t> logits_indices;  // [R] packed tokens whose logits are wanted, ascending
-  float* logits = nullptr;                  // [R, vocab_size] float32, or null: only the best of each row
+  float* logits = nullptr;                  // [R, num_logits] float32, or null: only the best of each row
   int64_t* best = nullptr;                  // [R] index of the largest logit; null: not wanted
   float* best_values = nullptr;             // [R] that logit
   // Tokens that may not be chosen: logits[banned_rows[k], banned_ids[k]] is -inf. Ids outside the vocabulary do no
@@ -26,6 +26,14 @@ struct DecoderInputs {
   std::span<const int64_t> banned_rows = {};  // [K] below R
   std::span<const int64_t> banned_ids = {};   // [K]
   float* hidden = nullptr;                    // [T, hidden_layers of the spec, hidden_size], or null: not wanted
+  // Of a decoder that drafts (DraftFront), one of the first two:
+  const float* features = nullptr;  // [T, hidden], or as wide as fc for kSplit
+  const float* states = nullptr;    // [T, hidden] rows of `states_out` of earlier steps
+  float* states_out = nullptr;      // [R, hidden] the residual stream of the rows whose logits are wanted
+  // The best tokens of each row, best first, equal ones in ascending order, instead of logits and best.
+  int top = 0;
+  int32_t* top_ids = nullptr;      // [R, top]
+  float* top_log_probs = nullptr;  // [R, top] logarithm of their softmax
 };
 
 // The spec is checked when the decoder is made: sizes that do not fit together throw std::invalid_argument.

@@ -75,6 +75,23 @@ struct LayerSpec {
   MoeSpec moe;
 };
 
+// The front of a decoder that drafts for another one: beside each token it reads hidden states of that one (features),
+// or its own residual stream at an earlier token (a state).
+//   kJoin   x = fc([token | feature or state])                                                        EAGLE-1, EAGLE-2
+//   kSplit  x = fc(features), or the state as it is; the first layer's queries, keys and values read
+//           [token | before_attention(x)]                                                             EAGLE-3
+// where token is token_norm(embedding).
+struct DraftFront {
+  enum class Kind : uint8_t { kNone, kJoin, kSplit };
+  Kind kind = Kind::kNone;
+  LinearSpec fc;                     // kJoin: [hidden, 2 * hidden]; kSplit: [hidden, any width]
+  NormSpec token_norm;               // perhaps none
+  NormSpec feature_norm;             // kJoin: of the feature or state; kSplit: of all features
+  std::vector<NormSpec> part_norms;  // kSplit: of each of as many equal parts of the features, before feature_norm
+  bool norm_residual = false;        // kSplit: before_attention(x) takes the place of x in the residual stream
+  bool shows_normed = false;         // states are shown behind the final norm
+};
+
 struct DecoderSpec {
   int64_t hidden_size = 0, vocab_size = 0;
   PackedMatrix embedding;  // [vocab, hidden]; the head's own matrix when they are tied
@@ -86,12 +103,16 @@ struct DecoderSpec {
   std::vector<LayerSpec> layers;
   float residual_scale = 1;  // of what is added to the residual stream (Granite)
   NormSpec final_norm;
-  LinearSpec head;        // [vocab, hidden]
+  LinearSpec head;        // [vocab or head_size, hidden]
   float logit_scale = 1;  // logits = head(x) * logit_scale, then the cap
   float logit_softcap = 0;
   // Where a step shows the residual stream, ascending: i for what enters layer i, the number of layers for the output
   // of the final norm.
   std::vector<int> hidden_layers;
+  DraftFront draft;       // kNone: an ordinary decoder
+  int64_t head_size = 0;  // rows of the head when it does not have the whole vocabulary; 0: vocab_size
+
+  int64_t num_logits() const { return head_size > 0 ? head_size : vocab_size; }
 };
 
 }  // namespace llmopt

@@ -20,8 +20,8 @@ struct StepInputs {
   std::span<const int64_t> slot_mapping;  // [T] place of each new token, negative: not stored; may be empty
   // Drafts that are trees. The last num_drafts tokens of a request are drafts, and draft i lies behind those before it
   // in the cache, whatever it follows. Bit j of its mask: it sees draft j, which is on the path to it; its own bit is
-  // the last. So it stands as far behind the request's newest token as there are bits. Other tokens have no bits. Both
-  // are empty when no drafts are trees.
+  // the last. So it stands as far behind the request's newest token as there are bits. Other tokens have no bits. The
+  // first of the drafts may be no queries: their keys are there already. Both are empty when no drafts are trees.
   std::span<const int32_t> num_drafts = {};    // [B] at most kMaxDrafts
   std::span<const uint64_t> draft_masks = {};  // [T]
 };

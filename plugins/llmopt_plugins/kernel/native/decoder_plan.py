@@ -91,6 +91,19 @@ class LayerPlan:
 
 
 @dataclass(slots=True)
+class FrontPlan:
+    """What a decoder that drafts has in front of its layers: ``DraftFront`` in csrc/include/llmopt/decoder_spec.h."""
+
+    kind: Literal["join", "split"]
+    fc: LinearPlan
+    token_norm: NormPlan
+    feature_norm: NormPlan
+    part_norms: list[NormPlan]
+    norm_residual: bool
+    shows_normed: bool
+
+
+@dataclass(slots=True)
 class RopePlan:
     """Rotary embedding of some layers."""
 
@@ -126,6 +139,8 @@ class DecoderPlan:
     logit_softcap: float = 0.0
     matrices: dict[str, MatrixPlan] = field(default_factory=dict)  # in the order in which a step reads them
     vectors: dict[str, VectorPlan] = field(default_factory=dict)
+    front: FrontPlan | None = None  # of a decoder that drafts
+    head_size: int = 0  # rows of the head when it does not have the whole vocabulary; 0: vocab_size
 
     @property
     def kinds(self) -> str:
@@ -140,17 +155,19 @@ def native_spec(
     packed: PackedWeights,
     tables: Sequence[tuple[np.ndarray, np.ndarray]],
     hidden_layers: Sequence[int] = (),
+    embedding: Any = None,
 ) -> Any:
     """The extension's `DecoderSpec`. Packed weights and tables must outlive it.
 
     :param tables: cos and sin of each rotary embedding.
     :param hidden_layers: where steps show the residual stream, as in `BuildContext.hidden_layers`.
+    :param embedding: another decoder's packed matrix in place of the plan's own; its memory must outlive the spec, too.
     """
     core = extension()
     make = _Maker(core, packed)
     spec = core.DecoderSpec()
     spec.hidden_size, spec.vocab_size = plan.hidden_size, plan.vocab_size
-    spec.embedding = packed.matrix(plan.embedding)
+    spec.embedding = packed.matrix(plan.embedding) if embedding is None else embedding
     spec.embedding_scale = plan.embedding_scale
     spec.position_embedding = packed.vector(plan.position_embedding)
     spec.num_positions = plan.num_positions
@@ -166,6 +183,9 @@ def native_spec(
     spec.head = make.linear(plan.head)
     spec.logit_scale, spec.logit_softcap = plan.logit_scale, plan.logit_softcap
     spec.hidden_layers = list(hidden_layers)
+    spec.head_size = plan.head_size
+    if plan.front is not None:
+        spec.draft = make.front(plan.front)
     return spec
 
 
@@ -192,6 +212,15 @@ class _Maker:
         spec.up, spec.down = self.linear(plan.up), self.linear(plan.down)
         spec.activation = self.core.Activation[plan.activation.upper()]
         spec.is_gated = plan.is_gated
+        return spec
+
+    def front(self, plan: FrontPlan) -> Any:
+        spec = self.core.DraftFront()
+        spec.kind = self.core.DraftFront.Kind[plan.kind.upper()]
+        spec.fc = self.linear(plan.fc)
+        spec.token_norm, spec.feature_norm = self.norm(plan.token_norm), self.norm(plan.feature_norm)
+        spec.part_norms = [self.norm(norm) for norm in plan.part_norms]
+        spec.norm_residual, spec.shows_normed = plan.norm_residual, plan.shows_normed
         return spec
 
     def layer(self, plan: LayerPlan) -> Any:

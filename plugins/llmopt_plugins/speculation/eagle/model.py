@@ -189,7 +189,7 @@ class Eagle3Attention(nn.Module):
         if self._qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
-        return cast(Tensor, self.o_proj(attend(_rotate(q, cos, sin), _rotate(k, cos, sin), v).flatten(-2)))
+        return cast(Tensor, self.o_proj(attend(rotate(q, cos, sin), rotate(k, cos, sin), v).flatten(-2)))
 
 
 class Eagle3Mlp(nn.Module):
@@ -207,6 +207,7 @@ class Eagle3Mlp(nn.Module):
         return cast(Tensor, self.down_proj(self._act(self.gate_proj(hidden)) * self.up_proj(hidden)))
 
 
-def _rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate pairs (i, i + head_dim / 2) of ``[..., heads, head_dim]``; cos and sin broadcast over the heads."""
     first, second = states.chunk(2, dim=-1)
     return (states * cos + torch.cat([-second, first], dim=-1) * sin).to(states.dtype)
