@@ -16,12 +16,14 @@ from llmopt_plugins.scheduling.batch_window import BatchWindow
 from llmopt_plugins.scheduling.chunked_prefill import ChunkedPrefill
 from llmopt_plugins.scheduling.pd_separation import PdSeparation
 from llmopt_plugins.scheduling.request_order import RequestOrder
+from llmopt_plugins.speculation.eagle import Eagle
 
 BUILTIN: tuple[type, ...] = (
     RequestOrder,
     ChunkedPrefill,
     BatchWindow,
     PdSeparation,
+    Eagle,
     Native,
     WeightQuant,
     FusedOps,

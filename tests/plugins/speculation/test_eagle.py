@@ -10,7 +10,7 @@ import torch
 
 import llmopt
 from llmopt.errors import PluginUnavailableError
-from llmopt.testing import tiny_model, tiny_prompts
+from llmopt.testing import check_plugin, tiny_model, tiny_prompts
 from llmopt_plugins.speculation.eagle import Eagle
 from llmopt_plugins.speculation.eagle.self_check import check_prompt
 
@@ -206,6 +206,13 @@ def test_of_two_readings_of_the_layers_in_a_config_the_one_that_agrees_is_taken(
 
 
 # -- refusals -------------------------------------------------------------------------------------------------------
+def test_without_a_head_for_the_model_there_is_nothing_to_draft_with() -> None:
+    with pytest.raises(
+        PluginUnavailableError, match="'eagle' needs a draft head: none ships with llmopt for this model"
+    ):
+        llmopt.build(tiny_model(), ["eagle"])
+
+
 def test_build_names_the_plugin_the_folder_and_the_reason(tmp_path: Path) -> None:
     folder = write_head(tmp_path, "eagle3", config={"target_hidden_size": 128})
     with pytest.raises(
@@ -216,6 +223,17 @@ def test_build_names_the_plugin_the_folder_and_the_reason(tmp_path: Path) -> Non
         PluginUnavailableError, match=r"'eagle' cannot use the draft head in '.*nowhere': it has no config"
     ):
         llmopt.build(tiny_model(), [Eagle(tmp_path / "nowhere")])
+
+
+def test_the_plugin_keeps_to_the_rules_of_all_plugins(tmp_path: Path) -> None:
+    model = forgetful_model()
+    head = write_oracle(tmp_path, model)
+
+    def make() -> Eagle:
+        return Eagle(head, fixed=4)
+
+    report = check_plugin(make, model=model, company=["native", "paged_kv", "prefix_cache", "chunked_prefill"])
+    assert report.passed
 
 
 # -- options --------------------------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ class Eagle:
 
     def __init__(
         self,
-        head: str | Path,
+        head: str | Path | None = None,
         num_draft: int = 12,
         depth: int = 4,
         width: int = 4,
@@ -52,7 +52,7 @@ class Eagle:
         self_check: bool = True,
         fixed: int | None = None,
     ) -> None:
-        """:param head: folder of the checkpoint.
+        """:param head: folder of the checkpoint; None: the one that ships with llmopt for this model.
         :param num_draft: draft tokens per request and step, at most; the controller chooses how many.
         :param depth: levels of the tree, each one forward of the head.
         :param width: nodes that go on at each level.
@@ -74,22 +74,25 @@ class Eagle:
             raise ValueError(f"bits is 8 or None, found {bits!r}")
         if fixed is not None and not 1 <= fixed <= num_draft:
             raise ValueError(f"fixed is a number from 1 to num_draft ({num_draft}), found {fixed!r}")
-        if not isinstance(head, (str, Path)) or not str(head):
+        if head is not None and (not isinstance(head, (str, Path)) or not str(head)):
             raise ValueError(f"head is the folder of a checkpoint, found {head!r}")
-        self.head = Path(head).expanduser()
+        self.head = None if head is None else Path(head).expanduser()
         self.num_draft, self.depth, self.width = num_draft, depth, width
         self.bits, self.aux_layers, self.self_check, self.fixed = bits, aux_layers, self_check, fixed
         self._files: HeadFiles | None = None  # between why_unavailable and llmopt_finish
         self._parts: Parts | None = None
 
     def why_unavailable(self, context: BuildContext) -> str | None:
-        from llmopt_plugins.speculation.eagle.checkpoint import HeadError, read_files, target_of
+        from llmopt_plugins.speculation.eagle.checkpoint import HeadError, read_files, shipped_head, target_of
 
         self._files = self._parts = None
+        folder = self.head or shipped_head(context.model)
+        if folder is None:
+            return "needs a draft head: none ships with llmopt for this model. Give the folder of one with head="
         try:
-            self._files = read_files(self.head, target_of(context.model, context.tokenizer), self.aux_layers)
+            self._files = read_files(folder, target_of(context.model, context.tokenizer), self.aux_layers)
         except HeadError as error:
-            return f"cannot use the draft head in {str(self.head)!r}: it {error}"
+            return f"cannot use the draft head in {str(folder)!r}: it {error}"
         return None
 
     @hookimpl
@@ -122,7 +125,7 @@ class Eagle:
             )  # fmt: skip
         except HeadError as error:
             raise PluginUnavailableError(
-                f"plugin 'eagle' cannot use the draft head in {str(self.head)!r}: it {error}."
+                f"plugin 'eagle' cannot use the draft head in {str(self._files.folder)!r}: it {error}."
             ) from error
         return DraftCommit(commit, self._parts.drafter, self._parts.goodput)
 
@@ -147,8 +150,8 @@ class Eagle:
         found = check_taps(pipeline, parts, files)
         if found is not None and found < MIN_AGREEMENT:
             raise PluginUnavailableError(
-                f"plugin 'eagle' does not use the draft head in {str(self.head)!r}: it names {found:.0%} of the tokens "
-                f"that the model chooses, and a head that fits names at least {MIN_AGREEMENT:.0%}. It belongs to "
-                f"another model, or reads other layers than {', '.join(map(str, files.readings))}; name those that it "
-                "was trained on with aux_layers=, or leave the check out with self_check=False."
+                f"plugin 'eagle' does not use the draft head in {str(files.folder)!r}: it names {found:.0%} of the "
+                f"tokens that the model chooses, and a head that fits names at least {MIN_AGREEMENT:.0%}. It belongs "
+                f"to another model, or reads other layers than {', '.join(map(str, files.readings))}; name those that "
+                "it was trained on with aux_layers=, or leave the check out with self_check=False."
             )

@@ -7,6 +7,7 @@ the reason; a tensor that nobody reads is an error too, because a skipped one wo
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -63,6 +64,28 @@ class HeadFiles:
     version: int  # 1 (and 2), or 3
     is_speculators: bool
     readings: list[tuple[int, ...]] = field(default_factory=list)  # which layers the taps may be, the likely one first
+
+
+def shipped_head(model: PreTrainedModel) -> Path | None:
+    """The folder of a head that comes with llmopt and was trained on this model; None when there is none."""
+    folders = [path.parent for path in sorted((Path(__file__).parent / "heads").glob("*/config.json"))]
+    if not folders:
+        return None
+    mark = target_mark(model)
+    marks = [
+        json.loads((folder / "config.json").read_text()).get("llmopt", {}).get("target_mark") for folder in folders
+    ]
+    return next((folder for folder, found in zip(folders, marks, strict=True) if found == mark), None)
+
+
+def target_mark(model: PreTrainedModel) -> str:
+    """A hash of some weights of a target, the same in every dtype that holds them exactly: who a head belongs to."""
+    decoder: Any = model.get_decoder()
+    digest = hashlib.sha256()
+    norm = getattr(decoder, "norm", None)
+    for weight in (*((norm.weight,) if norm is not None else ()), model.get_input_embeddings().weight[:64]):
+        digest.update(weight.detach().to(torch.float32).cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()[:32]
 
 
 def target_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> Target:
