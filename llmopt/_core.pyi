@@ -18,6 +18,19 @@ def parallel_backend() -> str:
 def parallel_library() -> str:
     """Path of the library that holds the OpenMP runtime, or an empty string."""
 
+class SuffixAutomaton:
+    def __init__(self) -> None: ...
+    def __len__(self) -> int: ...
+    @property
+    def num_bytes(self) -> int: ...
+    def extend(self, tokens: npt.NDArray[np.int64]) -> None: ...
+    def draft(
+        self, tokens: npt.NDArray[np.int64], num_tokens: int, count: int, min_length: int
+    ) -> tuple[int, list[int]]: ...
+    def draft_for(
+        self, tokens: npt.NDArray[np.int64], num_tokens: int, count: int, min_length: int, max_length: int
+    ) -> tuple[int, list[int]]: ...
+
 class BlockPool:
     """States of KV blocks: held, unused, or kept for their content. Keys have 16 bytes.
 

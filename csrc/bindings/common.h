@@ -82,5 +82,6 @@ void bind_fused(nb::module_& m);
 void bind_gguf(nb::module_& m);
 // Defined in sample.cc: tokens drawn from rows of logits.
 void bind_sample(nb::module_& m);
+void bind_suffix_automaton(nb::module_& m);
 
 }  // namespace llmopt

@@ -251,4 +251,5 @@ NB_MODULE(_core, m) {
   bind_fused(m);
   bind_machine_probe(m);
   bind_sample(m);
+  bind_suffix_automaton(m);
 }

@@ -17,6 +17,7 @@ from llmopt_plugins.scheduling.chunked_prefill import ChunkedPrefill
 from llmopt_plugins.scheduling.pd_separation import PdSeparation
 from llmopt_plugins.scheduling.request_order import RequestOrder
 from llmopt_plugins.speculation.eagle import Eagle
+from llmopt_plugins.speculation.ngram import Ngram
 
 BUILTIN: tuple[type, ...] = (
     RequestOrder,
@@ -24,6 +25,7 @@ BUILTIN: tuple[type, ...] = (
     BatchWindow,
     PdSeparation,
     Eagle,
+    Ngram,
     Native,
     WeightQuant,
     FusedOps,
