@@ -48,6 +48,14 @@ inline void pause() {
 #endif
 }
 
+// Few at a time, so that the end of the wait is soon noticed.
+inline void fetch_lines(std::span<const std::byte>& ahead) {
+  constexpr size_t kLine = 64, kLines = 4;
+  const size_t bytes = std::min(kLines * kLine, ahead.size());
+  for (size_t at = 0; at < bytes; at += kLine) __builtin_prefetch(ahead.data() + at, 0, 2);
+  ahead = ahead.subspan(bytes);
+}
+
 // Wait until done() is true; false when it is not by `limit`, a time after the first clean spins.
 // crowded: more threads than CPUs, so whoever is waited for may not run before this thread gives way.
 template <class Done>
@@ -137,7 +145,7 @@ class Crew {
   ~Crew() { stop(); }
 
   void run(TeamFunction body);
-  void barrier(int thread);
+  void barrier(int thread, std::span<const std::byte>& ahead);
   int size() const { return options_.num_threads; }
 
  private:
@@ -207,10 +215,11 @@ void Crew::run(TeamFunction body) {
     publish(body);
   }
   call(body, 0, size());
-  barrier(0);
+  std::span<const std::byte> nothing;
+  barrier(0, nothing);
 }
 
-void Crew::barrier(int thread) {
+void Crew::barrier(int thread, std::span<const std::byte>& ahead) {
   const int num_threads = size();
   const uint64_t epoch = ++seats_[thread].epoch;
   for (int round = 0; round < num_rounds_; ++round) {
@@ -218,7 +227,9 @@ void Crew::barrier(int thread) {
     flags[(thread + (1 << round)) % num_threads].epoch.store(epoch, std::memory_order_release);
     // The one that is waited for may be one barrier ahead already.
     const std::atomic<uint64_t>& mine = flags[thread].epoch;
-    wait_for(crowded_, {}, [&] { return mine.load(std::memory_order_acquire) >= epoch; });
+    const auto is_done = [&] { return mine.load(std::memory_order_acquire) >= epoch; };
+    while (!crowded_ && !ahead.empty() && !is_done()) fetch_lines(ahead);
+    wait_for(crowded_, {}, is_done);
   }
 }
 
@@ -246,7 +257,8 @@ void Crew::serve(int thread) {
     }
     if (!job_.body) return;
     call(*job_.body, thread, size());
-    barrier(thread);
+    std::span<const std::byte> nothing;
+    barrier(thread, nothing);
   }
 }
 
@@ -362,7 +374,12 @@ int ThreadTeam::size() const { return impl_->options().num_threads; }
 void ThreadTeam::run(TeamFunction body) { impl_->crew().run(body); }
 
 void ThreadTeam::barrier() {
-  if (place.crew == &impl_->crew() && !place.alone) place.crew->barrier(place.thread);
+  std::span<const std::byte> nothing;
+  barrier(nothing);
+}
+
+void ThreadTeam::barrier(std::span<const std::byte>& ahead) {
+  if (place.crew == &impl_->crew() && !place.alone) place.crew->barrier(place.thread, ahead);
 }
 
 }  // namespace llmopt

@@ -1,6 +1,8 @@
 // Prints what a step of a decoder with random weights costs on this machine, and where the time goes. Not a test.
 //
-//   decoder_timing [threads] [float32|bfloat16|int8|int4] [small|1.5b] [context]
+//   decoder_timing [threads] [float32|bfloat16|int8|int4] [small|1.5b] [context] [rows ...]
+//
+// With rows: one request that has so many new tokens, whose best tokens are all wanted, as when drafts are verified.
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -96,7 +98,8 @@ DecoderSpec make_spec(const Sizes& s, WeightFormat format, int64_t num_positions
 }
 
 // `num_requests` requests of `num_new` new tokens each, after `context` tokens.
-void time_step(Decoder& decoder, const char* what, int num_requests, int num_new, int context, double weight_bytes) {
+void time_step(Decoder& decoder, const char* what, int num_requests, int num_new, int context, double weight_bytes,
+               bool wants_all = false) {
   constexpr int kBlockSize = 32;
   const int length = context + num_new, blocks = (length + kBlockSize - 1) / kBlockSize;
   std::vector<int32_t> tables, seq_lens(num_requests, length), cu_seqlens{0};
@@ -104,14 +107,14 @@ void time_step(Decoder& decoder, const char* what, int num_requests, int num_new
   for (int r = 0; r < num_requests; ++r) {
     for (int i = 0; i < blocks; ++i) tables.push_back(r * blocks + i);
     for (int i = 0; i < num_new; ++i) {
+      if (wants_all || i == num_new - 1) wanted.push_back(static_cast<int64_t>(tokens.size()));
       tokens.push_back((r * 131 + i * 17) % decoder.spec().vocab_size);
       positions.push_back(context + i);
       slots.push_back(static_cast<int64_t>(r) * blocks * kBlockSize + context + i);
     }
     cu_seqlens.push_back(static_cast<int32_t>(tokens.size()));
-    wanted.push_back(static_cast<int64_t>(tokens.size()) - 1);
   }
-  std::vector<int64_t> best(num_requests);
+  std::vector<int64_t> best(wanted.size());
   StepPlan plan;
   const auto run = [&] {
     plan.update({tables.data(), blocks, blocks, seq_lens, cu_seqlens, slots});
@@ -128,12 +131,12 @@ void time_step(Decoder& decoder, const char* what, int num_requests, int num_new
     return times;
   };
   run();
-  const std::vector<double> times = time(1.0);
+  const std::vector<double> times = time(0.6);
   const double median = times[times.size() / 2];
   std::printf("%-14s %8.3f ms (best %.3f)  %9.0f rows/s  %6.1f GB/s of weights\n", what, median * 1e3, times[0] * 1e3,
               num_requests * num_new / median, weight_bytes / median / 1e9);
   decoder.set_profiling(true);
-  const auto profiled = time(0.5);
+  const auto profiled = time(0.3);
   std::printf("   ");
   for (const auto& [phase, seconds] : decoder.profile()) {
     std::printf(" %s %.3f", phase, seconds * 1e3 / static_cast<double>(profiled.size()));
@@ -166,6 +169,11 @@ int main(int argc, char** argv) {
   Decoder decoder(spec, caches, std::make_shared<ThreadTeam>(ThreadTeamOptions{num_threads, {}, true, 200}));
   std::printf("%s, %d threads, %.0f MB of weights, context %d\n", name(format), num_threads, weight_bytes / 1e6,
               context);
+  for (int i = 5; i < argc; ++i) {
+    const int rows = std::atoi(argv[i]);
+    time_step(decoder, ("verify " + std::string(argv[i])).c_str(), 1, rows, context, weight_bytes, true);
+  }
+  if (argc > 5) return 0;
   time_step(decoder, "1 row", 1, 1, context, weight_bytes);
   time_step(decoder, "4 rows", 4, 1, context, weight_bytes);
   time_step(decoder, "8 rows", 8, 1, context, weight_bytes);

@@ -9,6 +9,7 @@
 #include <chrono>
 #include <csignal>
 #include <set>
+#include <span>
 #include <stdexcept>
 #include <thread>
 #include <vector>
@@ -214,6 +215,24 @@ TEST(ThreadTeam, AThreadThatIsLateIsWaitedFor) {
       EXPECT_EQ(value, 1);
     });
   }
+}
+
+TEST(ThreadTeam, AThreadThatWaitsFetchesFromTheBeginningAndKeepsTheRest) {
+  if (num_cpus() < 2) GTEST_SKIP() << "more threads than CPUs give way instead";
+  ThreadTeam team(threads(2));
+  const std::vector<std::byte> memory(1000);
+  int value = 0;
+  team.run([&](int thread, int) {
+    std::span<const std::byte> ahead = memory, nothing;
+    if (thread == 0) {
+      std::this_thread::sleep_for(milliseconds(60));
+      value = 1;
+    }
+    team.barrier(thread == 0 ? nothing : ahead);
+    EXPECT_EQ(value, 1);
+    EXPECT_EQ(ahead.size(), thread == 0 ? memory.size() : 0);
+    EXPECT_EQ(ahead.data() + ahead.size(), memory.data() + memory.size());
+  });
 }
 
 TEST(ThreadTeam, WorkersStayOnTheGivenCpusAndTheCallerIsNotBound) {

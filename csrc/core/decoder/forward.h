@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <span>
 #include <vector>
 
 #include "core/attention/kernels.h"
@@ -56,6 +57,9 @@ struct Worker {
   Array<float> qkv, mlp;   // of own blocks
   Array<float> logits;     // a chunk of columns for all rows whose logits are wanted
   std::vector<Best> best;  // [R] of this thread's columns
+
+  // Of the next matrix, to be fetched while this thread waits.
+  std::span<const std::byte> ahead;
 };
 
 class Forward {
@@ -181,7 +185,7 @@ class Forward {
 // The rest of these templates is in every file that uses them: they are small, and callers differ in the lambda only.
 
 inline void Forward::barrier(Worker& worker) {
-  team_->barrier();
+  team_->barrier(worker.ahead);
   mark(worker, Phase::kWait);
 }
 

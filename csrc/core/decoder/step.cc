@@ -14,6 +14,8 @@ constexpr int64_t kBlockBytes = 1 << 20;
 constexpr int64_t kMinBlockRows = 128;
 // With more rows than this the matrices are not waiting for memory, and there is nothing to fetch ahead.
 constexpr int64_t kPrefetchRows = 64;
+// Of the next matrix, while a thread waits for the others; an eighth of a second-level cache.
+constexpr int64_t kAheadBytes = 256 << 10;
 
 }  // namespace
 
@@ -81,6 +83,7 @@ void Forward::divide(Worker& worker) const {
 void Forward::run(Worker& worker) {
   const TileScope tiles;
   divide(worker);
+  worker.ahead = {};
   worker.row.resize(max_width_);
   for (const Block& block : worker.blocks) {
     if (spec_.draft.kind == DraftFront::Kind::kNone) {
@@ -90,9 +93,10 @@ void Forward::run(Worker& worker) {
     }
   }
   const int num_layers = static_cast<int>(spec_.layers.size());
+  const PackedMatrix* after_layers = inputs_.logits_indices.empty() ? nullptr : &spec_.head.weight;
   for (int i = 0; i < num_layers; ++i) {
     const LayerSpec& layer = spec_.layers[i];
-    const PackedMatrix* next = i + 1 < num_layers ? &spec_.layers[i + 1].attention.qkv.weight : nullptr;
+    const PackedMatrix* next = i + 1 < num_layers ? &spec_.layers[i + 1].attention.qkv.weight : after_layers;
     show_hidden(worker, i);
     for (const Block& block : worker.blocks) project_qkv(worker, block, i);
     start_attention(worker, i);
@@ -169,10 +173,15 @@ void Forward::multiply(Worker& worker, const Block& block, const LinearSpec& lin
   const int64_t unit = output.kind == LinearOutput::Kind::kGated ? 2 : 1;
   const Range panels = share(linear.weight.shape.num_panels(), block.part, block.parts, unit);
   output.bias = linear.bias;
+  worker.ahead = {};
   llmopt::linear(linear.weight, input, output, panels.begin, panels.end, worker.scratch);
   if (next && block.rows.size() <= kPrefetchRows) {
     const Range ahead = share(next->shape.num_panels(), block.part, block.parts);
-    if (ahead.size() > 0) prefetch_panels(*next, ahead.begin, ahead.end);
+    if (ahead.size() > 0) {
+      prefetch_panels(*next, ahead.begin, ahead.end);
+      const int64_t bytes = std::min(kAheadBytes, ahead.size() * panel_bytes(next->shape));
+      worker.ahead = {next->panel(ahead.begin), static_cast<size_t>(bytes)};
+    }
   }
   mark(worker, phase);
   if (!block.is_own) barrier(worker);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "llmopt/parallel.h"
@@ -32,6 +33,8 @@ class ThreadTeam {
 
   // Inside of run(): wait until all threads have come here. What they wrote before is seen by all after.
   void barrier();
+  // Meanwhile the cache lines of `ahead` are fetched, from its beginning on; it is left with those that were not.
+  void barrier(std::span<const std::byte>& ahead);
 
  private:
   class Impl;
