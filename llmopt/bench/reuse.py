@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from llmopt.bench import drafting
 from llmopt.bench.target import Target
 
 if TYPE_CHECKING:
@@ -32,7 +33,13 @@ if TYPE_CHECKING:
     from llmopt.pipeline import InferencePipeline
     from llmopt.request import Request
 
-OWN_PLUGINS = ("prefix_cache", "paged_kv", "kv_offload", "kv_quant")  # compared here; others stand in all pipelines
+OWN_PLUGINS = (
+    "prefix_cache",
+    "paged_kv",
+    "kv_offload",
+    "kv_quant",
+    "ngram",
+)  # compared here; others stand in all pipelines
 
 
 @dataclass(frozen=True, slots=True)
@@ -454,4 +461,8 @@ WORKLOADS: dict[str, Callable[[Setting], ReuseResult]] = {
     "churn": _churn,
     "kv_bytes": _kv_bytes,
     "offload": _offload,
+    "drafts_edit": drafting.drafts_edit,
+    "drafts_chat": drafting.drafts_chat,
+    "wrong_drafts": drafting.wrong_drafts,
+    "fixed_k": drafting.fixed_k,
 }

@@ -24,7 +24,14 @@ GROUPS = {  # short names for several workloads
     "arrivals": ("arrivals50", "arrivals80", "arrivals95"),
     "reuse": ("shared", "no_hits", "turns", "crowd", "churn", "kv_bytes", "offload"),
 }
-GROUPS["targets"] = ("stall", *GROUPS["arrivals"], "separation", *GROUPS["reuse"])  # each says whether it was reached
+GROUPS["drafts"] = ("drafts_edit", "drafts_chat", "wrong_drafts", "fixed_k")
+GROUPS["targets"] = (
+    "stall",
+    *GROUPS["arrivals"],
+    "separation",
+    *GROUPS["reuse"],
+    *GROUPS["drafts"],
+)  # each says whether it was reached
 DEFAULT_WORKLOADS = (*GROUPS["shapes"], "memory", "host")
 _QUICK_QUALITY_TOKENS = 256
 
@@ -126,7 +133,9 @@ class _Bench(BenchRun):
         yield from target_sections.serving(self, [name for name in self.names if name in GROUPS["arrivals"]])
         if "separation" in self.names:
             yield target_sections.separation(self)
-        yield from target_sections.reuse(self, [name for name in self.names if name in GROUPS["reuse"]])
+        yield from target_sections.reuse(
+            self, [name for name in self.names if name in (*GROUPS["reuse"], *GROUPS["drafts"])]
+        )
         if "memory" in self.names:
             yield self._memory()
             self.num_left -= 1

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from llmopt_plugins.speculation.ngram.shared_texts import SharedTexts
 
 _LENGTHS = (3, 4, 6, 10, 18)  # of matches: kinds of drafts are those below 3, below 4 and so on
-PRIORS = (0.25, 0.4, 0.55, 0.7, 0.8, 0.9)  # for each kind: the chance that a token is right when those before it were
+PRIORS = (0.4, 0.6, 0.75, 0.88, 0.94, 0.97)  # for each kind: the chance that a token is right when those before it were
 _MAX_SHARED_LENGTH = 32  # tokens of a request that are looked for in shared texts
 
 
