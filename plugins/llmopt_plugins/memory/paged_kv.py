@@ -9,6 +9,7 @@ Source: W. Kwon et al., "Efficient Memory Management for Large Language Model Se
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,6 +30,15 @@ if TYPE_CHECKING:
     from llmopt.registry import BuildContext
     from llmopt.request import Request
     from llmopt.stages import Allocate, Lookup, Schedule
+
+
+_NEAR = 64  # blocks: the next one of a table costs nothing extra when it lies at most so far ahead, by measurement
+
+
+def nearness(table: list[int]) -> float:
+    """The share of neighbours in a block table of which the second lies ahead of the first in memory, and near it."""
+    pairs = [b - a for a, b in pairwise(table) if a != GIVEN_BACK]
+    return sum(0 < step <= _NEAR for step in pairs) / len(pairs) if pairs else 1.0
 
 
 @dataclass(slots=True)
@@ -96,9 +106,11 @@ class PagedAllocate:
     """Cover the known tokens of a request and its drafts, and nothing more.
 
     :param watermark: blocks that stay free when a request starts, so that running ones can grow for a while.
-    :param queue: whose running requests `stats` looks at.
+    :param queue: whose running requests `stats` looks at, and who waits for continuations.
     :param reach: last keys that any layer sees, the query's own included; None: all. What lies before is given back.
     """
+
+    sort_below = 0.5  # `nearness` of a table that is given back, below which the free list is put in order
 
     def __init__(
         self,
@@ -113,6 +125,7 @@ class PagedAllocate:
         self.queue = queue
         self.swap = swap
         self.reach = reach
+        self.num_sorted = 0  # times that the free list was put in order
         self.num_left = 0  # blocks that were given back because they had left every window
 
     def __call__(self, request: Request, num_tokens: int) -> bool:
@@ -158,8 +171,9 @@ class PagedAllocate:
                 swap.put(request)
         blocks, request.block_table = request.block_table, []  # a new list: the batch builder sees that blocks moved
         self.pool.free([block for block in blocks if block != GIVEN_BACK] if self.reach is not None else blocks)
-        if blocks and self.pool.num_used == 0:
-            self.pool.sort_free()  # a pool at rest forgets how scattered it was, without a copy
+        if blocks and (self.pool.num_used == 0 or nearness(blocks) < self.sort_below):
+            self.pool.sort_free()  # the next tables are less scattered, without a copy
+            self.num_sorted += 1
 
     def num_blocks_ever(self, request: Request) -> int:
         return self.pool.num_blocks_for(max(request.max_len - 1, request.num_prompt_tokens))
@@ -175,6 +189,8 @@ class PagedAllocate:
         found: dict[str, float] = {
             "num_free_blocks": self.pool.num_free,
             "num_unused_tokens": held - num_tokens,  # places in held blocks without a token
+            "nearness": sum(nearness(r.block_table) for r in running) / len(running) if running else 1.0,
+            "num_sorted": self.num_sorted,
             "contiguity": sum(b == a + 1 for a, b in pairs) / len(pairs) if pairs else 1.0,  # of neighbours in tables
         }
         if self.reach is not None:

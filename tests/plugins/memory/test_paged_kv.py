@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from llmopt.errors import RequestTooLargeError
 from llmopt.pipeline import InferencePipeline
 from llmopt.request import Request, SamplingParams
 from llmopt.testing import assert_same_tokens, scripted_model, tiny_model, tiny_prompts
-from llmopt_plugins.memory.paged_kv import PagedAllocate, PagedKv
+from llmopt_plugins.memory.paged_kv import PagedAllocate, PagedKv, nearness
 from tests.llmopt.helpers import assert_idle, build_tiny, wrap
 from tests.plugins.memory.test_prefix_cache import poison
 
@@ -206,7 +207,7 @@ def test_stats_tell_free_blocks_empty_places_and_how_scattered_tables_are() -> N
         pipe.abort(rows[0])
         pipe.abort(rows[1])
         assert pipe.stats()["allocate.paged_kv"] == {
-            "num_free_blocks": 20, "num_unused_tokens": 0, "contiguity": 1.0,
+            "num_free_blocks": 20, "num_unused_tokens": 0, "contiguity": 1.0, "nearness": 1.0, "num_sorted": 1,
         }  # fmt: skip
 
 
@@ -404,3 +405,53 @@ def test_a_swapped_request_comes_back_with_its_window_alone(windowed_tokens: Any
         assert [o.token_ids for o in pipe.batch(prompts, **LONG)] == wanted
         assert pipe.stats()["allocate.paged_kv"]["num_swapped_in"] > 0
         assert_idle(pipe)
+
+
+# -- scattered tables -------------------------------------------------------------------------------------------------
+def serve_many(sort_below: float) -> tuple[float, int]:
+    """Requests of all lengths come and go, 16 at a time; how near the blocks of the last tables lie, and the sorts."""
+    chooser = random.Random(0)
+    pool = BlockPool(1600, BLOCK)
+    allocate = PagedAllocate(pool, watermark=0)
+    allocate.sort_below = sort_below
+    rows: list[Request] = []
+    found: list[float] = []
+    for number in range(1000):
+        while len(rows) < 16:
+            row = request(chooser.randint(2, 60) * BLOCK, chooser.randint(1, 40) * BLOCK)
+            assert allocate(row, row.num_tokens)
+            rows.append(row)
+        for row in rows:
+            row.num_computed_tokens = row.num_tokens + BLOCK - 1
+            for _ in range(BLOCK):
+                row.append(9)
+            assert allocate(row, 1)
+        for row in [r for r in rows if r.num_tokens >= r.max_len]:
+            rows.remove(row)
+            allocate.free(row)
+        if number >= 500:
+            found += [nearness(r.block_table) for r in rows]
+    pool.check()
+    return sum(found) / len(found), allocate.num_sorted
+
+
+def test_scattered_tables_make_the_free_list_be_sorted_and_later_ones_lie_closer_together() -> None:
+    before, num_sorted = serve_many(sort_below=0.0)
+    assert before < 0.2
+    assert num_sorted == 0
+    after, num_sorted = serve_many(PagedAllocate.sort_below)
+    assert after > 2 * before
+    assert num_sorted > 0
+
+
+def test_tables_that_grow_in_turn_count_as_near_and_are_left_alone() -> None:
+    pool = BlockPool(64, BLOCK)
+    allocate = PagedAllocate(pool, watermark=0)
+    rows = [request(BLOCK, 10 * BLOCK) for _ in range(4)]
+    for _ in range(8):
+        for row in rows:
+            assert allocate(row, row.num_tokens - row.num_computed_tokens)
+            advance(row, BLOCK)
+    assert nearness(rows[0].block_table) == 1
+    allocate.free(rows[0])
+    assert allocate.num_sorted == 0
