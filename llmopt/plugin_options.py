@@ -7,8 +7,11 @@ TOML, or bare words, which are strings: ``mode=fast``, ``path=/tmp/cache``.
 from __future__ import annotations
 
 import ast
+import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from llmopt.errors import PluginOptionError
@@ -30,6 +33,31 @@ class PluginSpec:
         if not self.options:
             return self.name
         return f"{self.name}:" + ",".join(f"{key}={value!r}" for key, value in self.options.items())
+
+
+def expand_plugins(plugins: Iterable[Any]) -> list[Any]:
+    """Put what a file lists in the place of ``@file``; everything else stays as it is.
+
+    The file is JSON with a list ``plugins`` of such texts, as ``llmopt tune-spec`` writes it.
+
+    :raises PluginOptionError: the file cannot be read, or has no such list.
+    """
+    found: list[Any] = []
+    for plugin in plugins:
+        if not (isinstance(plugin, str) and plugin.startswith("@")):
+            found.append(plugin)
+            continue
+        try:
+            listed = json.loads(Path(plugin[1:]).expanduser().read_text(encoding="utf-8"))["plugins"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise PluginOptionError(
+                f"{plugin!r} names a file with a list of plugins, and {plugin[1:]!r} is none: {error!r}. "
+                "`llmopt tune-spec` writes such files."
+            ) from error
+        if not isinstance(listed, list) or not all(isinstance(text, str) and text[:1] != "@" for text in listed):
+            raise PluginOptionError(f"{plugin[1:]!r} must have a list of texts as its `plugins`, found {listed!r}.")
+        found += listed
+    return found
 
 
 def parse_plugin(text: str) -> PluginSpec:

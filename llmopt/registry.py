@@ -27,7 +27,7 @@ from llmopt.errors import (
 )
 from llmopt.loaded_model import LoadedModel
 from llmopt.plugin_info import PluginInfo, info_of
-from llmopt.plugin_options import parse_plugin
+from llmopt.plugin_options import expand_plugins, parse_plugin
 from llmopt.plugin_search import PROJECT, builtin_plugins, make_plugin
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class Registry:
             raise PluginError(f'plugins must be a list or "auto", found {plugins!r}. Write plugins=[{plugins!r}].')
         if not isinstance(plugins, (str, Iterable)):
             raise PluginError(f"plugins must be a list, found {type(plugins).__name__}. Write plugins=[...].")
-        listed: Iterable[Any] = plugins
+        listed: Iterable[Any] = () if self.auto else expand_plugins(plugins)
         if self.auto:
             listed = [cls() for cls in builtin_plugins() if info_of(cls).auto]
         for plugin in listed:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from llmopt.plugin_options import parse_plugin
+from llmopt.plugin_options import expand_plugins, parse_plugin
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -34,7 +34,7 @@ def make_plugins(texts: Sequence[str]) -> list[Any]:
 
     :raises PluginError: a text that cannot be read, an unknown plugin, or an option it does not take.
     """
-    specs = [parse_plugin(text) for text in texts]  # all of them first: a typing error is cheap to find
+    specs = [parse_plugin(text) for text in expand_plugins(texts)]  # all of them first: a typing error is cheap to find
     from llmopt.plugin_search import make_plugin
 
     return [make_plugin(spec.name, spec.options) for spec in specs]

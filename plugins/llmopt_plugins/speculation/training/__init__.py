@@ -1,0 +1,1 @@
+"""Training of drafters on what their target itself says."""
