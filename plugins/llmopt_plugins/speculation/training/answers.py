@@ -30,6 +30,7 @@ from llmopt_plugins.wrapping import Wrapping
 if TYPE_CHECKING:
     from llmopt.batch import AcceptedTokens, Batch, BestTokens, DraftTokens
     from llmopt.pipeline import InferencePipeline
+    from llmopt.registry import BuildContext
     from llmopt.stages import LogitsMask, Verify
 
 _NGRAM = 4
@@ -50,6 +51,7 @@ class FeatureRecorder:
 
     def __init__(self, layers: Sequence[int]) -> None:
         self.layers = tuple(layers)
+        self._places: list[int] = []  # of the layers among those that all plugins asked for
         self._parts: dict[str, list[Tensor]] = {}
 
     @hookimpl
@@ -57,7 +59,8 @@ class FeatureRecorder:
         return self.layers
 
     @hookimpl
-    def llmopt_wrap_verify(self, verify: Verify) -> Verify:
+    def llmopt_wrap_verify(self, verify: Verify, context: BuildContext) -> Verify:
+        self._places = [context.hidden_layers.index(layer) for layer in self.layers]
         return _Recorded(verify, self._keep)
 
     def take(self, request_id: str) -> Tensor:
@@ -66,7 +69,7 @@ class FeatureRecorder:
 
     def _keep(self, batch: Batch) -> None:
         assert batch.hidden is not None
-        hidden = batch.hidden.to(device="cpu", dtype=torch.bfloat16, copy=True)
+        hidden = batch.hidden[:, self._places].to(device="cpu", dtype=torch.bfloat16)  # a copy: the batch is reused
         ends = batch.cu_seqlens_q.tolist()
         for row, name in enumerate(batch.request_ids):
             parts = self._parts.setdefault(name, [])

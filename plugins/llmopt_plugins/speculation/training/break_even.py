@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 from llmopt import PluginInfo, hookimpl
 
 if TYPE_CHECKING:
-    from llmopt.config import PipelineConfig
     from llmopt.pipeline import InferencePipeline
     from llmopt.registry import BuildContext
+    from llmopt.stages import Commit
 
 _CONTEXT = 256  # tokens of KV in the steps that are compared
 _MAX_DRAFTS = 12
@@ -29,9 +29,8 @@ class CostProbe:
     info = PluginInfo(name="cost_probe", layer="speculation", promise="exact", summary="has the cost of steps measured")
 
     @hookimpl
-    def llmopt_configure(self, config: PipelineConfig, context: BuildContext) -> PipelineConfig:
+    def llmopt_wrap_commit(self, commit: Commit, context: BuildContext) -> None:
         context.cost_model.wanted()
-        return config
 
 
 @dataclass(frozen=True, slots=True)

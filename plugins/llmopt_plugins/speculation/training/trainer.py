@@ -62,7 +62,7 @@ class Trainer(Generic[Head]):
         self.mean = copy.deepcopy(head)
         self.recipe = recipe
         self.progress = Progress()
-        self.history: list[float] = []  # the moving mean of the loss, once per 20 steps
+        self.history: list[float] = []  # the moving mean of the loss, once per 5 steps
         self._loss = loss
         self._checkpoint = checkpoint
         self._learning = [p for p in head.parameters() if p.requires_grad]
@@ -115,7 +115,7 @@ class Trainer(Generic[Head]):
         progress.step += 1
         progress.loss = _blend(progress.loss, float(loss.detach()), fresh)
         progress.first_right = _blend(progress.first_right, right, fresh)
-        if progress.step % 20 == 0:
+        if progress.step % 5 == 0:
             self.history.append(progress.loss)
 
     def _rate(self) -> float:
