@@ -14,6 +14,7 @@ import pytest
 import typer.main
 
 from llmopt.cli.app import app
+from llmopt.cli.plugin_commands import plugin_commands
 from llmopt.layers import LAYERS
 from llmopt.plugin_info import info_of
 from llmopt_plugins import BUILTIN
@@ -66,15 +67,19 @@ def test_the_readme_needs_exactly_two_commands() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES.get)
 def test_every_shown_command_of_llmopt_exists_with_its_options(page: Path) -> None:
-    root = typer.main.get_command(app)
+    whole = typer.Typer()
+    whole.registered_commands = list(app.registered_commands)
+    for command in plugin_commands():
+        whole.command(command.name)(command.load())
+    root = typer.main.get_command(whole)
     assert isinstance(root, click.Group) or hasattr(root, "commands")
     for line in "\n".join(blocks(page, "sh")).splitlines():
         words = shlex.split(line, comments=True)
         if not words or words[0] != "llmopt" or len(words) == 1:
             continue
-        command = root.commands.get(words[1])
-        assert command is not None, f"{NAMES[page]} shows {line!r}"
-        known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+        shown = root.commands.get(words[1])
+        assert shown is not None, f"{NAMES[page]} shows {line!r}"
+        known = {option for parameter in shown.params for option in (*parameter.opts, *parameter.secondary_opts)}
         used = {word.split("=")[0] for word in words[2:] if word.startswith("-") and word != "-"}
         assert used <= known, f"{NAMES[page]} shows {line!r}"
 

@@ -21,7 +21,6 @@ from llmopt.errors import ConfigError, LlmoptError
 from llmopt.hub import load
 from llmopt.plugin_options import parse_plugin
 from llmopt.plugin_search import available_plugins, make_plugin
-from llmopt.version import __version__
 from llmopt_plugins.speculation.training.prompts import Messages, builtin_prompts, read_prompts
 
 if TYPE_CHECKING:
@@ -138,7 +137,6 @@ def write_setting(
     """The file: ``plugins`` to use, and what was measured."""
     off = tried[0].speed
     setting = {
-        "llmopt": __version__,
         "plugins": [*plugins, *([] if best.name == "off" else [best.name])],
         "speculation": best.name,
         "measured": {
