@@ -18,6 +18,8 @@ from llmopt_plugins.scheduling.pd_separation import PdSeparation
 from llmopt_plugins.scheduling.request_order import RequestOrder
 from llmopt_plugins.speculation.eagle import Eagle
 from llmopt_plugins.speculation.ngram import Ngram
+from llmopt_plugins.speculation.draft_model import DraftModel
+from llmopt_plugins.speculation.medusa import Medusa
 
 BUILTIN: tuple[type, ...] = (
     RequestOrder,
@@ -26,6 +28,8 @@ BUILTIN: tuple[type, ...] = (
     PdSeparation,
     Eagle,
     Ngram,
+    DraftModel,
+    Medusa,
     Native,
     WeightQuant,
     FusedOps,
