@@ -116,7 +116,8 @@ class DraftModel:
     @hookimpl
     def llmopt_wrap_propose(self, propose: Propose, config: PipelineConfig, context: BuildContext) -> Propose:
         drafter, goodput = self._make(config, context), self._goodput
-        assert goodput is not None and context.capabilities is not None
+        assert goodput is not None
+        assert context.capabilities is not None
         return _Propose(propose, drafter, goodput, self.fixed or self.num_draft, context.capabilities.vocab_size)
 
     @hookimpl

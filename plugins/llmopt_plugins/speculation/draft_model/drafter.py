@@ -66,10 +66,8 @@ class ModelDrafter:
         self._ahead.clear()
         kept = self.twins.reserve(twins, wanted)
         if not all(kept):
-            twins, wanted, places = (
-                [value for value, is_kept in zip(values, kept, strict=True) if is_kept]
-                for values in (twins, wanted, places)
-            )
+            jobs = [job for job, is_kept in zip(zip(twins, wanted, places, strict=True), kept, strict=True) if is_kept]
+            twins, wanted, places = [t for t, _, _ in jobs], [n for _, n, _ in jobs], [p for _, _, p in jobs]
         starts = [twin.num_tokens for twin in twins]
         if twins:
             self._decode(twins, wanted)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from llmopt.request import Request
 
 if TYPE_CHECKING:

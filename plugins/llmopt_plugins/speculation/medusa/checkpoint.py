@@ -4,7 +4,7 @@
                                    .safetensors); without output matrices the heads share that of the model
 medusa_head.{i}. ...               the same inside the weights of a whole model
 blocks.{i}.layers.{j}.weight       as serving engines convert them; lm_heads.{i}.weight, or one lm_head.weight or
-                                   original_lm_head.weight for all; token_map: ids of the rows of a shorter output matrix
+                                   original_lm_head.weight for all; token_map: ids of a shorter output matrix
 
 The number of heads is counted: published configs name another one than their files hold.
 """
@@ -59,7 +59,7 @@ def read_heads(path: Path, hidden_size: int, vocab_size: int) -> Heads:
 
     :param hidden_size: of the model that the heads are for.
     :param vocab_size: rows of its output matrix.
-    :raises ModelError: there are no heads, the file is damaged, holds other things as well, or belongs to another model.
+    :raises ModelError: there are no heads, the file is damaged, holds other things, or belongs to another model.
     """
     source = _find(path)
     tensors = dict(_read(source))
@@ -91,7 +91,9 @@ def read_heads(path: Path, hidden_size: int, vocab_size: int) -> Heads:
         raise _wrong(source, "it holds no heads")
     for number, (place, _) in outputs.items():
         if place != len(heads[number].blocks):
-            raise _wrong(source, f"head {number} has {len(heads[number].blocks)} blocks and its output matrix at {place}")
+            raise _wrong(
+                source, f"head {number} has {len(heads[number].blocks)} blocks and its output matrix at {place}"
+            )
     found = Heads([heads[i] for i in sorted(heads)], token_map, source)
     if shared is not None:
         for head in found.heads:
@@ -114,7 +116,7 @@ def _check(found: Heads, numbers: list[int], hidden_size: int, vocab_size: int) 
             if shape != (hidden_size, hidden_size):
                 raise _wrong(
                     source,
-                    f"block {place} of head {number} has a matrix {shape}, and the model a hidden size of {hidden_size}",
+                    f"block {place} of head {number} has a matrix {shape}, the model a hidden size of {hidden_size}",
                 )
             if "bias" in block and tuple(block["bias"].shape) != (hidden_size,):
                 raise _wrong(source, f"block {place} of head {number} has a bias {tuple(block['bias'].shape)}")

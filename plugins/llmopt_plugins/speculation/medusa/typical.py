@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from llmopt.batch import BestTokens
 from llmopt_plugins.wrapping import Wrapping
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from llmopt.batch import AcceptedTokens, Batch, BestTokens, DraftTokens
+    from llmopt.batch import AcceptedTokens, Batch, DraftTokens
     from llmopt.request import Request
     from llmopt.stages import LogitsMask, Verify
 
@@ -37,8 +38,8 @@ class TypicalVerify(Wrapping):
     def __call__(
         self, batch: Batch, drafts: DraftTokens | None, logits: Tensor | BestTokens, mask: LogitsMask | None
     ) -> AcceptedTokens:
-        if drafts is not None and mask is None and not hasattr(logits, "token_ids"):
-            logits = self._decide(batch, drafts, logits)  # type: ignore[arg-type]
+        if drafts is not None and mask is None and not isinstance(logits, BestTokens):
+            logits = self._decide(batch, drafts, logits)
         return self.inner(batch, drafts, logits, mask)
 
     def _decide(self, batch: Batch, drafts: DraftTokens, logits: Tensor) -> Tensor:
