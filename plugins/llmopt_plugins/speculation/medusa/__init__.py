@@ -46,7 +46,7 @@ class Medusa:
 
     def __init__(
         self,
-        heads: str | os.PathLike[str],
+        heads: str | os.PathLike[str] | None = None,
         num_draft: int = 12,
         fixed: int | None = None,
         top_k: int = 4,
@@ -54,7 +54,7 @@ class Medusa:
         epsilon: float = 0.09,
         delta: float = 0.3,
     ) -> None:
-        """:param heads: a folder or a file with trained heads.
+        """:param heads: a folder or a file with trained heads; it has to be given.
         :param num_draft: nodes of a tree at most; the controller chooses how many pay.
         :param fixed: always so many, whether they pay or not; for measurements.
         :param top_k: guesses of each head that a tree may use.
@@ -72,7 +72,7 @@ class Medusa:
             raise ValueError(f"lossy is True or False, found {lossy!r}")
         if not 0.0 < epsilon < 1.0 or not 0.0 < delta <= 1.0:
             raise ValueError(f"epsilon lies in (0, 1) and delta in (0, 1], found {epsilon!r} and {delta!r}")
-        self.path = Path(heads).expanduser()
+        self.path = None if heads is None else Path(heads).expanduser()
         self.num_draft, self.fixed, self.top_k = num_draft, fixed, top_k
         self.lossy, self.epsilon, self.delta = lossy, epsilon, delta
         if lossy:
@@ -86,8 +86,11 @@ class Medusa:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Its options only: another process builds a pipeline of its own."""
-        options = (str(self.path), self.num_draft, self.fixed, self.top_k, self.lossy, self.epsilon, self.delta)
+        options = (self.path, self.num_draft, self.fixed, self.top_k, self.lossy, self.epsilon, self.delta)
         return type(self), options
+
+    def why_unavailable(self, context: BuildContext) -> str | None:
+        return "needs trained heads: medusa:heads=FOLDER" if self.path is None else None
 
     @hookimpl
     def llmopt_configure(self, config: PipelineConfig) -> PipelineConfig | None:
@@ -99,6 +102,7 @@ class Medusa:
 
     @hookimpl
     def llmopt_hidden_states(self, config: PipelineConfig, context: BuildContext) -> Sequence[int]:
+        assert self.path is not None
         weight = context.model.get_output_embeddings().weight
         self._heads = read_heads(self.path, weight.shape[1], weight.shape[0])
         return [text_config(context.model).num_hidden_layers]
