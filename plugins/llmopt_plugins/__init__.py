@@ -19,6 +19,7 @@ from llmopt_plugins.scheduling.request_order import RequestOrder
 from llmopt_plugins.speculation.eagle import Eagle
 from llmopt_plugins.speculation.ngram import Ngram
 from llmopt_plugins.speculation.draft_model import DraftModel
+from llmopt_plugins.speculation.eagle import Eagle
 from llmopt_plugins.speculation.medusa import Medusa
 
 BUILTIN: tuple[type, ...] = (

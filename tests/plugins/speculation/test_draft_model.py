@@ -234,3 +234,13 @@ def test_an_aborted_request_gives_its_draft_blocks_back() -> None:
         assert pipe.stats()["propose.draft_model"]["draft_blocks_used"] > 0
         pipe.abort(request)
         assert pipe.stats()["propose.draft_model"]["draft_blocks_used"] == 0
+
+
+@pytest.mark.model
+def test_a_real_model_in_8_bits_drafts_for_itself_and_the_tokens_stay_its_own(demo_fp32: tuple[Any, Any]) -> None:
+    model, tokenizer = demo_fp32
+    prompts = [tokenizer(text).input_ids for text in ("Three rivers of Europe are", "def add(a, b):\n")]
+    wanted, _ = run(["native"], model, prompts, max_new_tokens=32)
+    found, stats = run(["native", DraftModel(bits=8, fixed=4)], model, prompts, max_new_tokens=32)
+    assert found == wanted
+    assert stats["tokens_per_round"] > 3.0
