@@ -16,11 +16,10 @@ from llmopt_plugins.scheduling.batch_window import BatchWindow
 from llmopt_plugins.scheduling.chunked_prefill import ChunkedPrefill
 from llmopt_plugins.scheduling.pd_separation import PdSeparation
 from llmopt_plugins.scheduling.request_order import RequestOrder
-from llmopt_plugins.speculation.eagle import Eagle
-from llmopt_plugins.speculation.ngram import Ngram
 from llmopt_plugins.speculation.draft_model import DraftModel
 from llmopt_plugins.speculation.eagle import Eagle
 from llmopt_plugins.speculation.medusa import Medusa
+from llmopt_plugins.speculation.ngram import Ngram
 
 BUILTIN: tuple[type, ...] = (
     RequestOrder,
