@@ -81,6 +81,9 @@ class FeatureRecorder:
 class _Recorded(Wrapping):
     """A verify that shows the batch to somebody first."""
 
+    accepts_best = True  # nothing is done with logits here
+    takes_trees = True
+
     def __init__(self, inner: Verify, keep: Callable[[Batch], None]) -> None:
         super().__init__(inner)
         self._keep = keep
@@ -117,7 +120,7 @@ def generate_shard(
     temperature: float,
     seed: int,
 ) -> list[Conversation]:
-    """Answers to some prompts. Those that run in circles are cut off there; failed and very short ones are left out.
+    """Answers to some prompts. Those that run in circles are cut off there; very short ones are left out.
 
     :param seed: of the first prompt; the others count on.
     """
@@ -128,8 +131,10 @@ def generate_shard(
     made: list[Conversation] = []
     for output in pipe.batch(wanted, max_new_tokens=max_new_tokens, progress=False):
         hidden = recorder.take(output.request_id)
+        if output.error is not None:
+            raise output.error  # of the model, a plugin or the memory: the next prompt would have it too
         answer = output.token_ids[: loop_start(output.token_ids) + _LOOP_TOKENS]
-        if output.error is not None or len(answer) < _MIN_ANSWER:
+        if len(answer) < _MIN_ANSWER:
             continue
         ids = torch.tensor(output.prompt_ids + answer)
         rows = torch.zeros(len(ids), *hidden.shape[1:], dtype=torch.bfloat16)
