@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,8 +13,6 @@ from safetensors.torch import save_file
 from llmopt_plugins.speculation.eagle.model import Eagle3Head
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from llmopt_plugins.speculation.training.medusa import MedusaHeads
 
 
@@ -74,15 +71,6 @@ def export_medusa(heads: MedusaHeads, folder: Path, provenance: Mapping[str, Any
         tensors[f"{number}.0.linear.weight"] = block.weight.detach().to(torch.bfloat16).contiguous()
         tensors[f"{number}.0.linear.bias"] = block.bias.detach().to(torch.bfloat16).contiguous()
     _write(folder, config, tensors, "medusa_lm_head.safetensors")
-
-
-def mark_of(model: PreTrainedModel) -> str:
-    """A hash of some weights of a target, the same in every dtype that holds them exactly: who a head belongs to."""
-    decoder: Any = model.get_decoder()
-    digest = hashlib.sha256()
-    for weight in (decoder.norm.weight, model.get_input_embeddings().weight[:64]):
-        digest.update(weight.detach().to(torch.float32).cpu().contiguous().numpy().tobytes())
-    return digest.hexdigest()[:32]
 
 
 def _write(folder: Path, config: Mapping[str, Any], tensors: dict[str, torch.Tensor], name: str) -> None:

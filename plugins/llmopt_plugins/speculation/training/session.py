@@ -23,11 +23,12 @@ from torch import Tensor
 import llmopt
 from llmopt.errors import ConfigError, LlmoptError
 from llmopt.hf.capabilities import text_config
+from llmopt_plugins.speculation.eagle.checkpoint import target_mark
 from llmopt_plugins.speculation.training import break_even
 from llmopt_plugins.speculation.training.answers import FeatureRecorder, generate
 from llmopt_plugins.speculation.training.corpus import Corpus
 from llmopt_plugins.speculation.training.evaluation import HeldOutScore, judge
-from llmopt_plugins.speculation.training.export import export_eagle3, export_medusa, mark_of
+from llmopt_plugins.speculation.training.export import export_eagle3, export_medusa
 from llmopt_plugins.speculation.training.medusa import MedusaHeads, judge_medusa, medusa_loss
 from llmopt_plugins.speculation.training.prompts import PromptSet, builtin_prompts, read_prompts
 from llmopt_plugins.speculation.training.trainer import Progress, Recipe, Trainer
@@ -128,7 +129,7 @@ class Session:
         embedding = self.model.get_input_embeddings().weight.detach().float().cpu()
         provenance = {
             "target": str(getattr(self.model.config, "name_or_path", "")) if "/" not in self.settings.model else "",
-            "target_mark": mark_of(self.model),
+            "target_mark": target_mark(self.model),
             "algorithm": self.settings.algorithm,
             "prompts": "builtin" if self.settings.prompts == "builtin" else "a file of the user",
             "draft_vocabulary_coverage": round(coverage, 4),
