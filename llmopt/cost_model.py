@@ -30,16 +30,20 @@ class StepShape:
 
     num_tokens: int  # tokens of the forward
     num_rows: int  # requests that they belong to
-    num_context_tokens: int  # KV tokens that rows of one token read, their own included
-    num_prefill_pairs: int  # tokens times context, summed over rows of several tokens
+    num_context_tokens: int  # KV tokens that decodes read for their newest token, itself included
+    num_prefill_pairs: int  # tokens times context, summed over drafts and rows of several tokens
 
     @classmethod
     def of(cls, batch: Batch) -> StepShape:
-        """The shape of a batch."""
+        """The shape of a batch. A decode with drafts reads its context once, and its drafts are pairs beside that."""
         context = pairs = 0
-        for count, length in zip(batch.num_scheduled.tolist(), batch.seq_lens.tolist(), strict=True):
-            if count == 1:
-                context += length
+        for count, length, num_draft in zip(
+            batch.num_scheduled.tolist(), batch.seq_lens.tolist(), batch.num_drafts.tolist(), strict=True
+        ):
+            if count - num_draft == 1:
+                context += length - num_draft
+                if num_draft:
+                    pairs += num_pairs(num_draft, length - num_draft)
             else:
                 pairs += num_pairs(count, length - count)
         return cls(batch.num_tokens, batch.num_requests, context, pairs)
@@ -129,8 +133,8 @@ class CostModel:
 
         :param num_tokens: tokens of the forward, in all rows.
         :param num_rows: requests that they belong to.
-        :param num_context_tokens: KV tokens that rows of one token (decodes) read, over all such rows.
-        :param num_prefill_pairs: tokens times context of longer rows: see `num_pairs`.
+        :param num_context_tokens: KV tokens that decodes read for their newest token, over all of them.
+        :param num_prefill_pairs: tokens times context of longer rows and of drafts: see `num_pairs`.
         :raises PluginError: nothing was measured.
         """
         found = self._found()

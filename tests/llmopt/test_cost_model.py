@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -115,6 +116,17 @@ def test_it_never_falls_when_something_grows_as_measured_and_after_a_thousand_od
         )
         model.observe(shape, chooser.lognormvariate(-3, 2))
     assert_monotone(model)
+
+
+def test_a_decode_with_drafts_reads_its_context_once_and_its_drafts_are_pairs() -> None:
+    batch: Any = SimpleNamespace(
+        num_scheduled=np.array([1, 4, 8]),
+        seq_lens=np.array([50, 103, 20]),
+        num_drafts=np.array([0, 3, 0]),
+        num_tokens=13,
+        num_requests=3,
+    )
+    assert StepShape.of(batch) == StepShape(13, 3, 50 + 100, num_pairs(3, 100) + num_pairs(8, 12))
 
 
 def test_the_largest_prefill_fills_the_budget_and_no_more() -> None:

@@ -23,16 +23,22 @@ if TYPE_CHECKING:
     from llmopt.request import Request
 
 _MIN_GAIN = 0.03  # predicted gain that turns a kind of draft on; it stays on while there is any
-_KEEP = 0.98  # of the best goodput: a number of drafts that reaches so much is kept
+_STAY = 0.985  # of the plain goodput, predicted: less turns a kind off
+_KEEP = 0.995  # of the best goodput: a number of drafts that reaches so much is kept
+_EXPLORE_SHARE = 0.004  # of the time may go into longer drafts than pay by what is known
+_MAX_CREDIT = 2.0  # plain steps that may have been saved up for them
 _PROBE_SHARE = 0.005  # of the time may go into probes that fail
-_PROBE_DRAFTS = 3  # tokens of a probe
-_PROBE_MEMORY = 0.7  # of windows while they are probed: what was seen before the pause counts less
+_PROBE_DRAFTS = 3  # tokens of a probe, if they do not take long
+_PROBE_COST = 1.3  # steps that a probe of more than one token may take
+_FIRST_PROBES = 3  # without a wait
+_PROBE_MEMORY = 0.8  # of windows while they are probed: what was seen before the pause counts less
 _MAX_BACK_OFF = 16  # waits between failing probes grow up to this factor
 _ASK_SHARE = 0.002  # of the time may go into asking a drafter whose drafts are not used
 _GUARD_ROUNDS = 32
-_GUARD = 0.98  # of the plain tokens/s: less turns everything off
+_GUARD = 0.98  # of the plain tokens/s: less turns everything off, if it is so by
+_GUARD_DEVIATIONS = 1.5  # standard deviations
 _GUARD_WAIT = 64  # steps until the first probe after that
-_REFRESH = 16  # rounds for which predicted times are good
+_REFRESH = 16  # rounds for which predicted times are good; fewer at first
 _RATE = 0.1
 
 
@@ -54,6 +60,10 @@ class _Kind:
     num_draft: int = 0  # chosen last, for one row
     wait: int = 0  # chances to draft that are passed over until the next probe
     back_off: int = 1
+    trials: int = _FIRST_PROBES  # probes that come without a wait
+    probed_cost: float = 0.0  # steps that the probe under way should take; 0: none is
+    all_accepted: bool = False  # of the last draft
+    credit: float = 1.0  # plain steps that may be lost with a draft that is longer than pays
 
 
 @dataclass(slots=True)
@@ -96,10 +106,12 @@ class Goodput:
         self._age = 0  # rounds since they were computed
         self._skills: dict[Request, list[float]] = {}  # accepted and expected drafts, of late
         self._draft_ratio = 1.0  # measured over estimated time of drafting
+        self._num_timed = 0  # times that it was measured
         self._ask_s = 0.0  # time of a call that brought no draft
         self._num_vain = 0  # calls in a row that brought none
         self._plain_ratio = 1.0  # measured over predicted time of steps without drafts
         self._gained_s = self._spent_s = 0.0  # of late: plain time of the tokens that rounds gave, and their own time
+        self._squares = 0.0  # of what each round lacks to the guard's limit, in seconds
         self._guard_rounds = 0
         self._guard_back_off = 1
         self._predicted = 0.0  # moving mean over rounds
@@ -141,26 +153,37 @@ class Goodput:
         kind = self.kinds[row.kind]
         times = self._step_times(now, 1)
         chances = kind.acceptance.chances()
+        most = min(row.room, len(times) - 1)
         plain = now.num_tokens / times[0]
-        tokens = float(now.num_tokens)
-        best, best_count, kept = plain, 0, 0.0
-        for count in range(1, min(row.room, len(times) - 1) + 1):
-            tokens += chances[count - 1]
-            rate = tokens / times[count]
+        tokens = [float(now.num_tokens)]
+        best, best_count, kept = 0.0, 0, 0.0
+        for count in range(1, most + 1):
+            tokens.append(tokens[-1] + chances[count - 1])
+            rate = tokens[count] / times[count]
             if count == kind.num_draft:
                 kept = rate
             if rate > best:
                 best, best_count = rate, count
-        if best_count and kept >= _KEEP * best and kept > plain:
+        if kept >= _KEEP * best and kept > plain:
             best_count, best = kind.num_draft, kept
-        now.predicted = best / plain
-        if best_count and (kind.is_on or best > (1.0 + _MIN_GAIN) * plain):
+        now.predicted = max(best / plain, 1.0)
+        if best_count and best > (_STAY if kind.is_on and kind.num_draft else 1.0 + _MIN_GAIN) * plain:
             self._turn_on(kind)
             kind.num_draft = best_count
-            return [best_count]
-        if row.room:
-            best_count = self._probe(kind, row.room, times)
-        return [best_count]
+            return [self._explore(kind, best_count, most, tokens, times)]
+        return [self._probe(kind, row.room, times) if row.room else 0]
+
+    def _explore(self, kind: _Kind, count: int, most: int, tokens: list[float], times: list[float]) -> int:
+        """Try twice as many now and then after a draft that was accepted whole: nobody has seen where it ends."""
+        kind.credit = min(kind.credit + _EXPLORE_SHARE * times[count] / times[0], _MAX_CREDIT)
+        longer = min(2 * count, most)
+        if not kind.all_accepted or longer <= count:
+            return count
+        loss = (times[longer] - tokens[longer] * times[count] / tokens[count]) / times[0]
+        if loss > kind.credit:
+            return count
+        kind.credit -= max(loss, 0.0)
+        return longer
 
     def _plan_many(self, rows: Sequence[Row], now: _Round) -> list[int]:
         """The most likely drafts of all rows first, as long as they raise the goodput of the step."""
@@ -206,19 +229,24 @@ class Goodput:
         """
         if kind.is_on:
             kind.is_on, kind.num_draft = False, 0
-            kind.wait = self._wait_of(times)
-        if kind.wait > 0:
+            kind.wait = 0 if kind.trials else self._wait_of(times)
+        count = _probe_size(room, times)
+        if kind.trials:
+            kind.trials -= 1
+        elif kind.wait > 0:
             kind.wait -= 1
             if len(self.kinds) == 1 and kind.wait:
                 self._sleep, kind.wait = kind.wait, 0
             return 0
-        kind.wait = self._wait_of(times) * kind.back_off
-        kind.back_off = min(2 * kind.back_off, _MAX_BACK_OFF)
+        if not kind.trials:
+            kind.wait = self._wait_of(times) * kind.back_off
+            kind.back_off = min(2 * kind.back_off, _MAX_BACK_OFF)
+        kind.probed_cost = times[count] / times[0]
         self.num_probes += 1
-        return min(room, _PROBE_DRAFTS)
+        return count
 
     def _wait_of(self, times: list[float]) -> int:
-        probe = times[min(_PROBE_DRAFTS, len(times) - 1)] / times[0] - 1.0
+        probe = times[_probe_size(_PROBE_DRAFTS, times)] / times[0] - 1.0
         return max(1, math.ceil(probe / _PROBE_SHARE))
 
     def _skill_of(self, request: Request) -> float:
@@ -271,7 +299,8 @@ class Goodput:
         expected = self.estimate_s(num_asked, limit)
         if num_asked and expected > 0.0:
             ratio = min(max(seconds / expected, 0.02), 50.0)
-            self._draft_ratio += _RATE * (ratio - self._draft_ratio)
+            self._num_timed += 1
+            self._draft_ratio += max(_RATE, 1.0 / (1 + self._num_timed)) * (ratio - self._draft_ratio)
 
     # -- after the step -----------------------------------------------------------------------------------------------
     @property
@@ -306,7 +335,7 @@ class Goodput:
         self.num_rounds += len(now.drafted)
         self._predicted += (now.predicted - self._predicted) * max(_RATE, 1.0 / self.num_rounds)
         self._age += 1
-        if self._age >= _REFRESH:
+        if self._age >= min(_REFRESH, 1 + self.num_rounds // 4):
             self._age = 0
             self._times.clear()
         if is_decode:
@@ -319,10 +348,14 @@ class Goodput:
         expected = kind.acceptance.expected(count)
         skill[0] = 0.9 * skill[0] + len(places)
         skill[1] = 0.9 * skill[1] + expected
+        kind.all_accepted = len(places) == count
         if kind.is_on:
             kind.acceptance.observe(count, places)
-        else:
-            kind.acceptance.observe(count, places, _PROBE_MEMORY)
+            return
+        kind.acceptance.observe(count, places, _PROBE_MEMORY)
+        if 1.0 + len(places) > kind.probed_cost > 0.0:  # it has paid by itself: the next one follows at once
+            kind.trials, kind.back_off = max(kind.trials, 1), 1
+        kind.probed_cost = 0.0
 
     def _guard(self, gained_s: float, spent_s: float) -> None:
         """Turn everything off when rounds were slower than plain steps would have been."""
@@ -331,18 +364,22 @@ class Goodput:
         keep = 1.0 - 1.0 / _GUARD_ROUNDS
         self._gained_s = keep * self._gained_s + gained_s
         self._spent_s = keep * self._spent_s + spent_s
+        self._squares = keep * self._squares + (gained_s - _GUARD * spent_s) ** 2
         self._guard_rounds += 1
         if self.fixed is not None or self._guard_rounds < _GUARD_ROUNDS:
             return
-        if self._gained_s >= _GUARD * self._spent_s:
-            if self._gained_s > self._spent_s:
+        excess = self._gained_s - _GUARD * self._spent_s
+        variance = max(0.0, self._squares - excess * excess * (1.0 - keep))
+        deviation = _GUARD_DEVIATIONS * math.sqrt(variance)
+        if excess >= -deviation:
+            if excess > deviation:
                 self._guard_back_off = 1
             return
         self.num_guarded += 1
         self._sleep = _GUARD_WAIT * self._guard_back_off
         self._guard_back_off = min(2 * self._guard_back_off, _MAX_BACK_OFF)
         self._guard_rounds = _GUARD_ROUNDS // 2  # half as many show whether it has become better
-        self._gained_s = self._spent_s = 0.0
+        self._gained_s = self._spent_s = self._squares = 0.0
         for kind in self.kinds:
             kind.is_on, kind.num_draft = False, 0
 
@@ -374,3 +411,9 @@ class Goodput:
             "num_guarded": self.num_guarded,  # times that rounds were slower than plain steps, and were turned off
             "num_slept": self.num_slept,  # steps in which the drafter was not asked
         }
+
+
+def _probe_size(room: int, times: list[float]) -> int:
+    """Tokens of a probe: few, and one when tokens cost much."""
+    count = min(room, _PROBE_DRAFTS, len(times) - 1)
+    return count if times[count] <= _PROBE_COST * times[0] else min(count, 1)
