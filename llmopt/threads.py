@@ -12,6 +12,8 @@ import torch
 from llmopt import container
 from llmopt.errors import ConfigError
 
+_ALWAYS_ALLOWED = 64  # threads, however few CPUs there are
+
 
 def num_native_threads(
     option: int | None = None,
@@ -28,12 +30,13 @@ def num_native_threads(
 
     :param option: what the user of a plugin asked for.
     :param num_cpus: CPUs this process may use, when somebody has counted them (`Machine.num_threads`).
-    :raises ConfigError: `option` or the variable is not a whole number of at least 1.
+    :raises ConfigError: `option` or the variable is not a whole number of at least 1, or is one of many times the CPUs
+        of the machine: at each barrier such threads would wait for CPUs that others spin on.
     """
     if option is not None:
-        return _at_least_one("the number of threads", option)
+        return _number_of_threads("the number of threads", option)
     if (given := os.environ.get("LLMOPT_NUM_THREADS", "").strip()) != "":
-        return _at_least_one("LLMOPT_NUM_THREADS", given)
+        return _number_of_threads("LLMOPT_NUM_THREADS", given)
     count = container.num_cpus(cgroup, proc)[1] if num_cpus is None else num_cpus
     count = max(1, count // num_local_ranks())
     return count - 1 if count > 2 else count
@@ -62,11 +65,17 @@ def num_local_ranks() -> int:
         return 1
 
 
-def _at_least_one(name: str, value: object) -> int:
+def _number_of_threads(name: str, value: object) -> int:
     try:
         count = int(str(value))
     except ValueError:
         count = 0
     if count < 1:
         raise ConfigError(f"{name} is {value!r}; give a whole number of at least 1, or leave it out.")
+    num_cpus = os.cpu_count() or 1
+    most = max(_ALWAYS_ALLOWED, num_cpus)
+    if count > most:
+        raise ConfigError(
+            f"{name} is {count}, and this machine has {num_cpus} CPUs. Give at most {most}, or leave it out."
+        )
     return count

@@ -18,6 +18,9 @@ from tests.equivalence.test_packed_models import IDS, MASK, PROMPTS, assert_engi
 TYPES = ["llama", "mistral", "gemma2", "gpt_oss", "deepseek_v3", "gemma3n_text", "gemma4_text"]
 BLOCK = 4
 NUM_NEW = 24
+# where every layer has a window, blocks behind it are given back while a request runs, so that it stops growing
+ALL_SLIDING = ["mistral"]
+GROWING = [name for name in TYPES if name not in ALL_SLIDING]
 
 
 def small_pool(model: Any, num_blocks: int, plugins: Any = (), **options: Any) -> InferencePipeline:
@@ -46,15 +49,16 @@ def test_preempted_requests_give_the_tokens_of_requests_alone(model_type: str) -
     model = tiny_packed_model(model_type)
     prompts = PROMPTS + [[p + 1 for p in prompt] for prompt in PROMPTS]
     wanted = [alone(model, prompt, NUM_NEW) for prompt in prompts]
-    # eight requests grow to 64 blocks, and 20 are there
-    with small_pool(model, 20, ["paged_kv"], max_tokens_per_step=7) as pipe:
+    # eight requests grow to 64 blocks, or hold 3 each
+    num_blocks = 10 if model_type in ALL_SLIDING else 20
+    with small_pool(model, num_blocks, ["paged_kv"], max_tokens_per_step=7) as pipe:
         outputs = pipe.batch([list(p) for p in prompts], progress=False, max_new_tokens=NUM_NEW)
         assert [o.token_ids for o in outputs] == wanted
         assert pipe.stats()["schedule.baseline"]["num_preemptions"] > 0
         assert_idle(pipe)
 
 
-@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize("model_type", GROWING)
 def test_generate_gives_the_same_tokens_when_rows_are_preempted(model_type: str) -> None:
     model = tiny_packed_model(model_type)
     with small_pool(model, 16, ["paged_kv"]) as pipe:
@@ -124,7 +128,7 @@ def test_blocks_that_are_free_or_not_yet_written_are_never_read(
             assert_engine_ran(pipe)
 
 
-@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize("model_type", GROWING)
 def test_preemption_reads_no_freed_block(model_type: str) -> None:
     model = tiny_packed_model(model_type)
     with small_pool(model, 16, ["paged_kv"], max_tokens_per_step=6) as pipe:

@@ -87,6 +87,11 @@ def test_an_option_below_one_is_refused() -> None:
         num_native_threads(0)
 
 
+def test_threads_far_beyond_the_cpus_are_refused() -> None:
+    with pytest.raises(ConfigError, match="CPUs"):
+        num_native_threads(100_000)
+
+
 def test_cpus_that_somebody_counted_are_not_counted_again() -> None:
     assert num_native_threads(num_cpus=6) == 5
     assert num_native_threads(num_cpus=1) == 1

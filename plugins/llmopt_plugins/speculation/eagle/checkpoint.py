@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import pickle
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -202,6 +203,8 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
 
                 return load_file(path)
             found = torch.load(path, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as error:  # its text proposes to run what the file contains
+            raise HeadError(f"has a file {name} that is no file of tensors alone, as torch.save writes") from error
         except Exception as error:  # each reader has its own
             raise HeadError(f"has a file {name} that cannot be read, perhaps cut short ({error})") from error
         if not isinstance(found, dict) or not all(isinstance(w, Tensor) for w in found.values()):

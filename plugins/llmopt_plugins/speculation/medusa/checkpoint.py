@@ -12,6 +12,7 @@ The number of heads is counted: published configs name another one than their fi
 from __future__ import annotations
 
 import json
+import pickle
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -164,11 +165,21 @@ def _read(source: Path) -> Iterator[tuple[str, Tensor]]:
                 for key in wanted:
                     yield key, file.get_tensor(key)
         else:
-            yield from torch.load(source, map_location="cpu", weights_only=True).items()
+            yield from _load_pickle(source).items()
     except ModelError:
         raise
     except Exception as error:
         raise ModelError(f"medusa cannot read {source}: {error}. Is the file complete?") from error
+
+
+def _load_pickle(source: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = torch.load(source, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:  # its text proposes to run what the file contains
+        raise ModelError(
+            f"medusa cannot read {source}: it is no file of tensors alone, as torch.save writes."
+        ) from error
+    return found
 
 
 def _wrong(source: Path, reason: str) -> ModelError:
