@@ -46,7 +46,7 @@ class DraftTree:
         is_first = not self._ids
         if np.isnan(log_probs).any():
             log_probs = np.nan_to_num(log_probs, nan=-np.inf)
-        scores = log_probs if is_first else log_probs + self.scores[:, :, None]
+        scores = log_probs.copy() if is_first else log_probs + self.scores[:, :, None]  # the head uses its memory again
         parents = np.full_like(token_ids, -1) if is_first else np.broadcast_to(self._frontier[:, :, None], scores.shape)
         flat_ids, flat_scores = token_ids.reshape(num_requests, -1), scores.reshape(num_requests, -1)
         self._ids.append(flat_ids)
