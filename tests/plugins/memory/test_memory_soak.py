@@ -101,8 +101,8 @@ def soak(kind: str, num_requests: int) -> None:
         assert num_aborted > 0
         assert stats["lookup.prefix_cache"]["num_cached_tokens"] > 0
         assert pipe.block_pool.num_evicted > 0
-        if num_requests > 1000:
-            assert stats["schedule.baseline"]["num_preemptions"] > 0
-        if kind == "mistral":
+        if kind == "mistral":  # blocks that leave the windows come back before they run out
             assert stats["allocate.paged_kv"]["num_left_blocks"] > 0
+        elif num_requests > 1000:
+            assert stats["schedule.baseline"]["num_preemptions"] > 0
         assert_idle(pipe)
