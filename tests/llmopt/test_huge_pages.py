@@ -46,16 +46,16 @@ def test_the_pool_asks_for_huge_pages_and_takes_no_memory() -> None:
         num_key_heads=4, key_dim=64, num_value_heads=4, value_dim=64, dtype=torch.bfloat16, device=torch.device("cpu")
     )
     # The process as a whole is asked: the allocator may hand out heap that was used and freed before, and then pages of
-    # the tensor are there already, without anybody having touched it.
+    # the tensor are there already, without anybody having touched it. What it writes before a tensor takes a huge page.
     before = resident_bytes()
     cache = KVCache({0: shape}, num_blocks=4096, block_size=32)
-    assert resident_bytes() - before < 4 << 20  # of 128 MiB
+    assert resident_bytes() - before < 8 << 20  # of 128 MiB
     for tensor in (cache.layers[0].key, cache.layers[0].value):
         assert tensor.nbytes == 64 << 20
         assert "hg" in flags_of(tensor)
         tensor[7] = 1
         assert tensor[7].sum() == tensor[7].numel()
-    assert resident_bytes() - before < 10 << 20  # a huge page for each block that was written
+    assert resident_bytes() - before < 16 << 20  # a huge page for each block that was written
 
 
 def test_small_tensors_are_left_alone() -> None:
