@@ -70,9 +70,9 @@ def find_plugin(name: str) -> type:
     :raises PluginError: its module cannot be imported, or holds no plugin.
     """
     classes = {info_of(cls).name: cls for cls in builtin_plugins()}
-    points = {point.name: point for point in entry_points(group=PROJECT)}
     if name in classes:
         return classes[name]
+    points = {point.name: point for point in entry_points(group=PROJECT)}
     if name in points:
         return _load(points[name])
     known = sorted({*classes, *points})

@@ -21,6 +21,7 @@ import torch
 
 from llmopt import PluginInfo, hookimpl
 from llmopt.threads import num_local_ranks, num_native_threads
+from llmopt_plugins.option_checks import check_flag, check_int
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -157,10 +158,9 @@ class DeviceTuning:
 
         :param tf32: on CUDA, take float32 products in TF32.
         """
-        if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or threads < 1):
-            raise ValueError(f"threads is a whole number of at least 1, found {threads!r}")
-        if not isinstance(tf32, bool):
-            raise ValueError(f"tf32 is True or False, found {tf32!r}")
+        if threads is not None:
+            check_int("threads", threads, 1, other=", or None", of="threads")
+        check_flag("tf32", tf32)
         self.threads = threads
         self.tf32 = tf32
         if tf32:

@@ -23,6 +23,7 @@ from llmopt_plugins.hardware.numa_nodes import (
     read_nodes,
     unbind_threads,
 )
+from llmopt_plugins.option_checks import check_int
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -167,9 +168,8 @@ class NumaBinding:
 
     def __init__(self, node: int | Literal["auto"] = "auto") -> None:
         """:param node: number of the node; "auto": the one with most CPUs of this process, another one per rank."""
-        is_number = isinstance(node, int) and not isinstance(node, bool) and node >= 0
-        if node != "auto" and not is_number:
-            raise ValueError(f'node is "auto" or the number of a node, found {node!r}')
+        if node != "auto":
+            check_int("node", node, 0, other=', or "auto"')
         self.node = node
         self._binding: Binding | None = None
 

@@ -9,12 +9,14 @@ Architectures", 2009.
 
 from __future__ import annotations
 
+import math
 import time
 from typing import TYPE_CHECKING, Any
 
 from llmopt import PluginInfo, hookimpl
 from llmopt.machine_limits import machine_limits
 from llmopt.roofline import Kind, StepCost, Tally, kind_of, model_cost
+from llmopt_plugins.option_checks import check_flag, check_number
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -107,10 +109,8 @@ class Roofline:
 
         :param seconds: about how long that may take.
         """
-        if not isinstance(refresh, bool):
-            raise ValueError(f"refresh is True or False, found {refresh!r}")
-        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
-            raise ValueError(f"seconds is a number above 0, found {seconds!r}")
+        check_flag("refresh", refresh)
+        check_number("seconds", seconds, "a number of seconds above 0", lambda x: 0 < x < math.inf)
         self.refresh = refresh
         self.seconds = float(seconds)
         self._stage: RooflineExecute | None = None

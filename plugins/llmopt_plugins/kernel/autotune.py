@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from llmopt import PluginInfo, hookimpl, native, version
+from llmopt_plugins.option_checks import check_number
 
 if TYPE_CHECKING:
     from llmopt.batch import Batch
@@ -186,8 +187,7 @@ class Autotune:
 
     def __init__(self, budget_s: float = 5.0) -> None:
         """:param budget_s: seconds for measuring, when nothing is known yet."""
-        if not 0 < budget_s <= 600:
-            raise ValueError(f"budget_s is a number of seconds, 0 < budget_s <= 600, found {budget_s!r}")
+        check_number("budget_s", budget_s, "a number of seconds, 0 < budget_s <= 600", lambda x: 0 < x <= 600)
         self.budget_s = budget_s
 
     @hookimpl

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from llmopt import PluginInfo, hookimpl
+from llmopt_plugins.option_checks import check_int
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,8 +69,7 @@ class FusedOps:
 
     def __init__(self, max_linear_rows: int = 6) -> None:
         """:param max_linear_rows: products with so many rows at most are native; 0 leaves linear modules alone."""
-        if max_linear_rows < 0:
-            raise ValueError(f"max_linear_rows is a number of rows, found {max_linear_rows!r}")
+        check_int("max_linear_rows", max_linear_rows, 0, of="rows")
         self.max_linear_rows = max_linear_rows
 
     def why_unavailable(self, context: BuildContext) -> str | None:

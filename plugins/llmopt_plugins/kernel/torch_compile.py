@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from llmopt import PluginInfo, hookimpl
+from llmopt_plugins.option_checks import check_flag
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -123,6 +124,7 @@ class TorchCompile:
 
     def __init__(self, warm_up: bool = True) -> None:
         """:param warm_up: compile for one row and for several while the pipeline is built."""
+        check_flag("warm_up", warm_up)
         self.warm_up = warm_up
 
     def why_unavailable(self, context: BuildContext) -> str | None:

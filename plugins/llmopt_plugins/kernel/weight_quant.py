@@ -13,12 +13,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from llmopt import PluginInfo, hookimpl
+from llmopt_plugins.option_checks import check_choice, check_flag, check_use
 
 if TYPE_CHECKING:
     from llmopt.config import PipelineConfig
 
-_BITS = (4, 8)
-_GROUPS = (None, 0, 32, 64, 128)
+_BITS = (8, 4)
 
 
 class WeightQuant:
@@ -46,14 +46,13 @@ class WeightQuant:
         :param minimum: with 4 bits, whether groups have a minimum beside the scale (half a bit more per weight at group
             32); None: for the matrices where it takes away a fifth of the error.
         """
-        if bits not in _BITS:
-            raise ValueError(f"bits is 8 or 4, found {bits!r}")
-        if isinstance(group, bool) or group not in _GROUPS or (group == 0 and bits == 4):
-            raise ValueError(f"group is 32, 64 or 128, or with 8 bits 0, found {group!r}")
-        if head_bits is not None and head_bits not in _BITS:
-            raise ValueError(f"head_bits is 8 or 4, found {head_bits!r}")
-        if minimum is not None and not isinstance(minimum, bool):
-            raise ValueError(f"minimum is True, False or None, found {minimum!r}")
+        check_choice("bits", bits, _BITS)
+        check_choice("head_bits", head_bits, (*_BITS, None))
+        check_choice("group", group, (None, 32, 64, 128) if bits == 4 else (None, 0, 32, 64, 128))
+        if minimum is not None:
+            check_flag("minimum", minimum, " or None")
+        if 4 not in (bits, head_bits):
+            check_use("bits=4 or head_bits=4", {"minimum": (minimum, None)})
         self.bits, self.head_bits, self.minimum = bits, head_bits, minimum
         self.group = group if group is not None else 0 if bits == 8 else 32
 

@@ -19,6 +19,7 @@ from llmopt import PluginInfo, hookimpl
 from llmopt.block_pool import GIVEN_BACK
 from llmopt.kv_cache import KVCache
 from llmopt.request import RequestStatus
+from llmopt_plugins.option_checks import check_int, check_number
 from llmopt_plugins.wrapping import Wrapping
 
 if TYPE_CHECKING:
@@ -273,15 +274,12 @@ class PagedKv:
         :param pool_bytes: size of the pool; None: as configured.
         :param swap_bytes: host memory for the KV of pre-empted requests; 0: they are computed again.
         """
-        is_number = isinstance(watermark, (int, float)) and not isinstance(watermark, bool)
-        if not is_number or not 0.0 <= watermark < 1.0:
-            raise ValueError(f"watermark is a share of the pool, 0 <= watermark < 1, found {watermark!r}")
-        for name, value, least in (("block_size", block_size, 1), ("pool_bytes", pool_bytes, 1),
-                                   ("swap_bytes", swap_bytes, 0)):  # fmt: skip
-            if value is None and name != "swap_bytes":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} is a whole number, at least {least}, found {value!r}")
+        check_number("watermark", watermark, "a share of the pool, 0 <= watermark < 1", lambda x: 0 <= x < 1)
+        if block_size is not None:
+            check_int("block_size", block_size, 1, other=", or None")
+        if pool_bytes is not None:
+            check_int("pool_bytes", pool_bytes, 1, other=", or None", of="bytes")
+        check_int("swap_bytes", swap_bytes, 0, of="bytes")
         self.watermark = watermark
         self.swap_bytes = swap_bytes
         self.settings = {"block_size": block_size, "pool_bytes": pool_bytes}

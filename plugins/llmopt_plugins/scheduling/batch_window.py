@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from llmopt import PluginInfo, hookimpl
 from llmopt.cost_model import num_pairs
+from llmopt_plugins.option_checks import check_int, check_number
 
 if TYPE_CHECKING:
     from llmopt.batch import StepBudget
@@ -176,20 +177,12 @@ class BatchWindow:
         :param group_tokens: prompt tokens of a full group, which does not wait, and which a step beside decodes does
             not exceed; "auto": as many as fill the processor by the cost model.
         """
-        if isinstance(min_batch, bool) or not isinstance(min_batch, int) or min_batch < 1:
-            raise ValueError(f"min_batch is a number of requests, at least 1, found {min_batch!r}")
-        if (
-            isinstance(max_wait_ms, bool)
-            or not isinstance(max_wait_ms, (int, float))
-            or not 0 <= max_wait_ms < math.inf
-        ):
-            raise ValueError(f"max_wait_ms is a number of milliseconds, at least 0, found {max_wait_ms!r}")
-        is_count = isinstance(backfill, int) and not isinstance(backfill, bool) and backfill >= 0
-        if not is_count and backfill != "auto":
-            raise ValueError(f'backfill is a number of tokens, at least 0, or "auto", found {backfill!r}')
-        is_count = isinstance(group_tokens, int) and not isinstance(group_tokens, bool) and group_tokens >= 1
-        if not is_count and group_tokens != "auto":
-            raise ValueError(f'group_tokens is a number of tokens, at least 1, or "auto", found {group_tokens!r}')
+        check_int("min_batch", min_batch, 1, of="requests")
+        check_number("max_wait_ms", max_wait_ms, "a number of milliseconds, at least 0", lambda x: 0 <= x < math.inf)
+        if backfill != "auto":
+            check_int("backfill", backfill, 0, other=', or "auto"', of="tokens")
+        if group_tokens != "auto":
+            check_int("group_tokens", group_tokens, 1, other=', or "auto"', of="tokens")
         self.group_tokens = None if isinstance(group_tokens, str) else group_tokens
         self.min_batch = min_batch
         self.max_wait_s = 1e-3 * max_wait_ms

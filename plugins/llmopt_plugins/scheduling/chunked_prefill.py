@@ -9,11 +9,13 @@ Source: A. Agrawal et al., "Taming Throughput-Latency Tradeoff in LLM Inference 
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from llmopt import PluginInfo, hookimpl
+from llmopt_plugins.option_checks import check_int, check_number, check_use
 
 if TYPE_CHECKING:
     from llmopt.batch import StepBudget
@@ -126,14 +128,11 @@ class ChunkedPrefill:
         """:param chunk_size: tokens of a step, decodes included, or "auto": what the measured cost of a step allows.
         :param max_itl_ms: with "auto": milliseconds between two tokens of a stream. None: twice a step without chunk.
         """
-        is_count = isinstance(chunk_size, int) and not isinstance(chunk_size, bool) and chunk_size >= 1
-        if not is_count and chunk_size != "auto":
-            raise ValueError(f'chunk_size is a number of tokens, at least 1, or "auto", found {chunk_size!r}')
+        if chunk_size != "auto":
+            check_int("chunk_size", chunk_size, 1, other=', or "auto"', of="tokens")
+            check_use("chunk_size=auto", {"max_itl_ms": (max_itl_ms, None)})
         if max_itl_ms is not None:
-            if chunk_size != "auto":
-                raise ValueError(f"max_itl_ms goes with chunk_size=auto, found chunk_size={chunk_size!r} beside it")
-            if isinstance(max_itl_ms, bool) or not isinstance(max_itl_ms, (int, float)) or not max_itl_ms > 0:
-                raise ValueError(f"max_itl_ms is a number of milliseconds above 0, found {max_itl_ms!r}")
+            check_number("max_itl_ms", max_itl_ms, "a number of milliseconds above 0", lambda x: 0 < x < math.inf)
         self.chunk_size = None if isinstance(chunk_size, str) else chunk_size
         self.max_itl_s = None if max_itl_ms is None else 1e-3 * max_itl_ms
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from llmopt import PluginInfo, hookimpl
 from llmopt.errors import DeadlineError
+from llmopt_plugins.option_checks import check_choice, check_flag, check_number, check_use
 from llmopt_plugins.scheduling.tenant_shares import TenantShares
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from llmopt.stages import Order
 
 _POLICIES = ("fcfs", "priority", "cached_prefix")
+_AGEING_S = 10.0
 _MAX_ASKED = 64  # waiting requests whose cached prefix is looked up at a time
 _STALE_CALLS = 16  # calls after which an order that depends on what was served or cached is made again
 
@@ -240,21 +242,19 @@ class RequestOrder:
     )
 
     def __init__(
-        self, policy: str = "priority", ageing_s: float = 10.0, fair: bool = False, deadlines: str | None = None
+        self, policy: str = "priority", ageing_s: float = _AGEING_S, fair: bool = False, deadlines: str | None = None
     ) -> None:
         """:param policy: "fcfs", "priority" (smaller first), or "cached_prefix" (longest cached share first).
         :param ageing_s: seconds of waiting that are worth one level of priority, or a prompt cached as a whole.
         :param fair: tenants are served equally many tokens while both have requests waiting.
         :param deadlines: "refuse": a waiting request that can no longer end in time gets a `DeadlineError`.
         """
-        if policy not in _POLICIES:
-            raise ValueError(f"policy is one of {', '.join(_POLICIES)}, found {policy!r}")
-        if isinstance(ageing_s, bool) or not isinstance(ageing_s, (int, float)) or not 0 < ageing_s < math.inf:
-            raise ValueError(f"ageing_s is a number of seconds above 0, found {ageing_s!r}")
-        if not isinstance(fair, bool):
-            raise ValueError(f"fair is True or False, found {fair!r}")
-        if deadlines not in (None, "refuse"):
-            raise ValueError(f'deadlines is "refuse" or None, found {deadlines!r}')
+        check_choice("policy", policy, _POLICIES)
+        check_number("ageing_s", ageing_s, "a number of seconds above 0", lambda x: 0 < x < math.inf)
+        check_flag("fair", fair)
+        check_choice("deadlines", deadlines, ("refuse", None))
+        if policy == "fcfs":
+            check_use("policy=priority or policy=cached_prefix", {"ageing_s": (ageing_s, _AGEING_S)})
         self.policy = policy
         self.ageing_s = float(ageing_s)
         self.fair = fair

@@ -307,7 +307,7 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("option", ["host_bytes", "file_bytes"])
 def test_sizes_below_one_are_refused(option: str) -> None:
-    with pytest.raises(PluginOptionError, match=f"{option} is a whole number, at least 1, found 0"):
+    with pytest.raises(PluginOptionError, match=f"{option} is a whole number of bytes, at least 1, found 0"):
         llmopt.build(tiny_model(), ["prefix_cache", f"kv_offload:{option}=0"])
 
 

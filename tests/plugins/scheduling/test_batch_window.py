@@ -200,14 +200,14 @@ def test_callers_on_several_threads_meet_in_one_batch() -> None:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"min_batch": 0}, "min_batch is a number of requests"),
+        ({"min_batch": 0}, "min_batch is a whole number of requests"),
         ({"max_wait_ms": -1}, "max_wait_ms is a number of milliseconds"),
         ({"max_wait_ms": float("inf")}, "max_wait_ms is a number of milliseconds"),  # nobody would ever start
         ({"max_wait_ms": float("nan")}, "max_wait_ms is a number of milliseconds"),
-        ({"backfill": "some"}, "backfill is a number of tokens"),
-        ({"backfill": -3}, "backfill is a number of tokens"),
-        ({"group_tokens": 0}, "group_tokens is a number of tokens"),
-        ({"group_tokens": "few"}, "group_tokens is a number of tokens"),
+        ({"backfill": "some"}, "backfill is a whole number of tokens"),
+        ({"backfill": -3}, "backfill is a whole number of tokens"),
+        ({"group_tokens": 0}, "group_tokens is a whole number of tokens"),
+        ({"group_tokens": "few"}, "group_tokens is a whole number of tokens"),
     ],
 )
 def test_bad_options_say_what_was_wanted(options: dict[str, Any], told: str) -> None:

@@ -142,7 +142,7 @@ def test_describe_and_stats_say_how_large_chunks_are() -> None:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"chunk_size": 0}, "chunk_size is a number of tokens"),
+        ({"chunk_size": 0}, "chunk_size is a whole number of tokens"),
         ({"chunk_size": "many"}, 'or "auto", found'),
         ({"chunk_size": 512, "max_itl_ms": 20}, "goes with chunk_size=auto"),
         ({"max_itl_ms": 0}, "above 0"),

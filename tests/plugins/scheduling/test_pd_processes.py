@@ -381,7 +381,7 @@ def test_a_model_without_a_source_and_bad_options_are_refused_with_what_to_do() 
         pd(workers=0)
     with pytest.raises(ValueError, match="start_timeout_s is a number of seconds"):
         pd(start_timeout_s=float("inf"))  # no wait of threads takes it
-    with pytest.raises(ValueError, match="at most 2048"):
+    with pytest.raises(ValueError, match="chunk_tokens is a whole number of tokens from 1 to 2048"):
         pd(chunk_tokens=4096)
 
 

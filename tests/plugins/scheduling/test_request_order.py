@@ -322,7 +322,7 @@ def test_tokens_are_those_of_the_model_in_any_order(plugins: list[str]) -> None:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"policy": "random"}, "policy is one of fcfs, priority, cached_prefix"),
+        ({"policy": "random"}, 'policy is "fcfs", "priority" or "cached_prefix"'),
         ({"ageing_s": float("inf")}, "ageing_s is a number of seconds above 0"),  # times priority 0 it is no number
         ({"ageing_s": 0}, "ageing_s is a number of seconds above 0"),
         ({"fair": "yes"}, "fair is True or False"),

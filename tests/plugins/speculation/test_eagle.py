@@ -240,11 +240,11 @@ def test_the_plugin_keeps_to_the_rules_of_all_plugins(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_draft": 0}, "num_draft is a number from 1 to 64"),
+        ({"num_draft": 0}, "num_draft is a whole number from 1 to 64"),
         ({"width": 40, "depth": 4}, r"width \* \(depth - 1\) is at most 64"),
-        ({"bits": 4}, "bits is 8 or None"),
-        ({"fixed": 13}, "fixed is a number from 1 to num_draft"),
-        ({"depth": True}, "depth is a number"),
+        ({"bits": 4}, "bits is 8 or None, found 4"),
+        ({"fixed": 13}, "fixed is a whole number from 1 to 12, which is num_draft=12"),
+        ({"depth": True}, "depth is a whole number"),
     ],
 )
 def test_bad_options_are_refused_by_name(options: dict[str, Any], message: str) -> None:

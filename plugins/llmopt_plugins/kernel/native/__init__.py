@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from llmopt import PluginInfo, hookimpl, native
 from llmopt.loaded_model import LoadedModel
 from llmopt.threads import num_native_threads
+from llmopt_plugins.option_checks import check_int, check_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -45,10 +46,10 @@ class Native:
             the user's cache where that cannot be written; a path: that file. A file that is there is used in any case,
             when it fits.
         """
-        if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or threads < 1):
-            raise ValueError(f"threads is a number of threads, at least 1, found {threads!r}")
-        if not isinstance(save, (bool, str)) or save == "":
-            raise ValueError(f"save is True, False or a path, found {save!r}")
+        if threads is not None:
+            check_int("threads", threads, 1, other=", or None", of="threads")
+        if not isinstance(save, bool):
+            check_path("save", save, "True, False or a path")
         self.threads = threads
         self.save = save
         self._gguf: tuple[PreTrainedModel, GgufWeights] | None = None  # between llmopt_load and llmopt_finish

@@ -21,6 +21,7 @@ from llmopt_plugins.memory.kv_offload.block_file import BlockFile, BlockFileErro
 from llmopt_plugins.memory.kv_offload.store import BlockStore
 from llmopt_plugins.memory.prefix_cache.prefix_file import fingerprint
 from llmopt_plugins.memory.prefix_cache.stages import CachedLookup
+from llmopt_plugins.option_checks import check_int, check_path, check_use
 from llmopt_plugins.wrapping import Wrapping
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from llmopt.stages import Lookup
 
 logger = logging.getLogger("llmopt")
+
+_FILE_BYTES = 4 << 30
 
 
 class OffloadLookup(Wrapping):
@@ -73,17 +76,18 @@ class KvOffload:
     )
 
     def __init__(
-        self, host_bytes: int = 1 << 30, folder: str | os.PathLike[str] | None = None, file_bytes: int = 4 << 30
+        self, host_bytes: int = 1 << 30, folder: str | os.PathLike[str] | None = None, file_bytes: int = _FILE_BYTES
     ) -> None:
         """:param host_bytes: host memory for evicted blocks.
         :param folder: where the file is, one per model; None: there is none. One process at a time uses it.
         :param file_bytes: size of the file, at most.
         """
-        for name, value in (("host_bytes", host_bytes), ("file_bytes", file_bytes)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} is a whole number, at least 1, found {value!r}")
-        if folder is not None and not isinstance(folder, (str, os.PathLike)):
-            raise ValueError(f"folder is a path, found {folder!r}")
+        check_int("host_bytes", host_bytes, 1, of="bytes")
+        check_int("file_bytes", file_bytes, 1, of="bytes")
+        if folder is None:
+            check_use("a folder", {"file_bytes": (file_bytes, _FILE_BYTES)})
+        else:
+            check_path("folder", folder, "a path, or None")
         self.host_bytes, self.folder, self.file_bytes = host_bytes, folder, file_bytes
         self._lookup: OffloadLookup | None = None
 

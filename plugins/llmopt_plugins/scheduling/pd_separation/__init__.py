@@ -15,6 +15,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from llmopt import PluginInfo, hookimpl
+from llmopt_plugins.option_checks import check_choice, check_number, check_use
 from llmopt_plugins.scheduling.pd_separation.options import ProcessOptions
 from llmopt_plugins.scheduling.pd_separation.slices import SlicedBudget
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from llmopt.registry import BuildContext
     from llmopt.stages import Allocate, Budget, Lookup, Probe
     from llmopt_plugins.scheduling.pd_separation.process_mode import ProcessMode
+
+_DECODE_SHARE, _PATIENCE_MS = 0.25, 300.0
 
 
 class PdSeparation:
@@ -41,8 +44,8 @@ class PdSeparation:
         self,
         mode: str = "slices",
         slice_ms: float | str = "auto",
-        decode_share: float = 0.25,
-        patience_ms: float = 300.0,
+        decode_share: float = _DECODE_SHARE,
+        patience_ms: float = _PATIENCE_MS,
         workers: int = 1,
         cpus: int | None = None,
         min_tokens: int = 128,
@@ -66,17 +69,18 @@ class PdSeparation:
         :param source: folder or name that the workers load the model from; None: what `build` was given.
         :param listen: "host:port" at which workers of other machines report; None: workers of this machine.
         """
-        if mode not in ("slices", "process"):
-            raise ValueError(f'mode is "slices" or "process", found {mode!r}')
-        for name, value in (("slice_ms", slice_ms), ("patience_ms", patience_ms), ("decode_share", decode_share)):
-            if name == "slice_ms" and value == "auto":
-                continue
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
-                raise ValueError(f"{name} is a number, at least 0, found {value!r}")
-        if not slice_ms or not patience_ms:
-            raise ValueError(f"slice_ms and patience_ms are above 0, found {slice_ms!r} and {patience_ms!r}")
-        if decode_share >= 1:
-            raise ValueError(f"decode_share is a share of the time, 0 <= decode_share < 1, found {decode_share!r}")
+        check_choice("mode", mode, ("slices", "process"))
+        if slice_ms != "auto":
+            check_number("slice_ms", slice_ms, 'a number of milliseconds above 0, or "auto"', lambda x: x > 0)
+        check_number("decode_share", decode_share, "a share of the time, 0 <= decode_share < 1", lambda x: 0 <= x < 1)
+        check_number("patience_ms", patience_ms, "a number of milliseconds above 0", lambda x: x > 0)
+        if mode == "process":
+            slices = {
+                "slice_ms": (slice_ms, "auto"),
+                "decode_share": (decode_share, _DECODE_SHARE),
+                "patience_ms": (patience_ms, _PATIENCE_MS),
+            }
+            check_use('mode="slices"', slices)
         self.mode = mode
         self.slice_s = None if isinstance(slice_ms, str) else 1e-3 * slice_ms
         self.decode_share = float(decode_share)
@@ -85,8 +89,8 @@ class PdSeparation:
             workers, cpus, min_tokens, chunk_tokens, timeout_s, start_timeout_s, source, listen
         )
         self.options.check()
-        if mode == "slices" and self.options != ProcessOptions():
-            raise ValueError(f'{", ".join(self.options.changed())} only matter with mode="process"')
+        if mode == "slices":
+            check_use('mode="process"', self.options.beside_defaults())
         self._process: ProcessMode | None = None  # of the pipeline that is being built
 
     @hookimpl

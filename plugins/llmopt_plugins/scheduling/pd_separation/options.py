@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from typing import Any
+
+from llmopt_plugins.option_checks import check_int, check_number, check_path
+
+_MAX_CHUNK = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,24 +26,24 @@ class ProcessOptions:
 
     def check(self) -> None:
         """Raise ValueError for values out of range."""
-        for name, least in (("workers", 1), ("min_tokens", 2), ("chunk_tokens", 1), ("cpus", 1)):
-            value = getattr(self, name)
-            if name == "cpus" and value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} is a whole number, at least {least}, found {value!r}")
-        if self.chunk_tokens > 2048:
-            raise ValueError(f"chunk_tokens is at most 2048, found {self.chunk_tokens!r}")
-        if self.listen is not None:
-            parse_address(self.listen)
+        check_int("workers", self.workers, 1)
+        if self.cpus is not None:
+            check_int("cpus", self.cpus, 1, other=", or None")
+        check_int("min_tokens", self.min_tokens, 2, of="tokens")
+        check_int("chunk_tokens", self.chunk_tokens, 1, _MAX_CHUNK, of="tokens")
         for name in ("timeout_s", "start_timeout_s"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-                raise ValueError(f"{name} is a number of seconds above 0, found {value!r}")
+            check_number(name, getattr(self, name), "a number of seconds above 0", lambda x: 0 < x < math.inf)
+        if self.source is not None:
+            check_path("source", self.source, "a folder or the name of a model, or None")
+        if self.listen is not None:
+            try:
+                parse_address(self.listen)
+            except (ValueError, AttributeError):
+                raise ValueError(f'listen is "host:port", or None, found {self.listen!r}') from None
 
-    def changed(self) -> list[str]:
-        """Names of the options that are not the default."""
-        return [f.name for f in fields(self) if getattr(self, f.name) != f.default]
+    def beside_defaults(self) -> dict[str, tuple[Any, Any]]:
+        """Name of an option -> its value and its default."""
+        return {f.name: (getattr(self, f.name), f.default) for f in fields(self)}
 
 
 def parse_address(text: str) -> tuple[str, int]:

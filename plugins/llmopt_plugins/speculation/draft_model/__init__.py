@@ -19,6 +19,7 @@ import llmopt
 from llmopt import PluginInfo, hookimpl
 from llmopt.batch import MAX_DRAFTS
 from llmopt.errors import ModelError, PluginOptionError
+from llmopt_plugins.option_checks import check_choice, check_flag, check_int, check_path, check_use
 from llmopt_plugins.speculation.draft_model.drafter import ModelDrafter
 from llmopt_plugins.speculation.draft_model.vocabulary import why_not_same
 from llmopt_plugins.speculation.goodput import Goodput
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from llmopt.registry import BuildContext
     from llmopt.stages import Allocate, Commit, Propose
 
+_MODELS = 'a loaded model, its folder, file or name, or "self"'
 _POOL_SHARE = 0.1  # of the free memory, for the draft's KV
 
 
@@ -69,16 +71,27 @@ class DraftModel:
         :param pool_bytes: KV of the draft model; None: a tenth of the free memory, or less when less is enough.
         :param tokenizer: of a model that is given loaded: its tokens are then compared with the target's.
         """
-        for name, value in (("num_draft", num_draft), ("fixed", fixed)):
-            is_int = isinstance(value, int) and not isinstance(value, bool)
-            if not (is_int and 1 <= int(value or 0) <= MAX_DRAFTS) and not (name == "fixed" and value is None):
-                raise ValueError(f"{name} is a number of tokens, 1 to {MAX_DRAFTS}, found {value!r}")
-        if bits not in (None, 4, 8):
-            raise ValueError(f"bits is 8, 4 or None, found {bits!r}")
+        is_named = isinstance(model, (str, os.PathLike))
+        if is_named:
+            check_path("model", model, _MODELS)
+        elif not hasattr(model, "get_input_embeddings"):
+            raise ValueError(f"model is {_MODELS}, found {model!r}")
+        check_int("num_draft", num_draft, 1, MAX_DRAFTS)
+        if fixed is not None:
+            check_int("fixed", fixed, 1, num_draft, f", which is num_draft={num_draft}, or None")
+        check_choice("bits", bits, (8, 4, None))
+        _check_device(device)
+        for name, flag in (("ahead", ahead), ("native", native)):
+            if flag is not None:
+                check_flag(name, flag, " or None")
         if bits is not None and native is False:
-            raise ValueError("bits needs the native decoder; leave native=False out")
-        if pool_bytes is not None and (isinstance(pool_bytes, bool) or not isinstance(pool_bytes, int)):
-            raise ValueError(f"pool_bytes is a number of bytes, found {pool_bytes!r}")
+            raise ValueError(f"bits is for the native decoder, found bits={bits} and native=False. Leave one out")
+        if pool_bytes is not None:
+            check_int("pool_bytes", pool_bytes, 1, other=", or None", of="bytes")
+        if tokenizer is not None and not hasattr(tokenizer, "get_vocab"):
+            raise ValueError(f"tokenizer is the tokenizer of a loaded model, or None, found {tokenizer!r}")
+        if is_named:
+            check_use("a model that is given loaded", {"tokenizer": (tokenizer, None)})
         self.model, self.num_draft, self.fixed, self.bits = model, num_draft, fixed, bits
         self.device, self.ahead, self.native, self.pool_bytes = device, ahead, native, pool_bytes
         self.tokenizer = tokenizer
@@ -203,7 +216,14 @@ class DraftModel:
             model, tokenizer = self.model, self.tokenizer
             if self.device is None:
                 return model, tokenizer
-        return model.to(self.device or context.model.device), tokenizer
+        device = self.device or context.model.device
+        try:
+            return model.to(device), tokenizer
+        except (AssertionError, RuntimeError) as error:  # the former: torch was built without this kind of device
+            raise PluginOptionError(
+                f"draft_model: the draft model cannot stand on device {str(device)!r}: {error}. Name a device of this "
+                "machine with room for it, or leave the device out."
+            ) from error
 
 
 class _Propose(DraftPropose):
@@ -224,6 +244,19 @@ class _Measured:
     def llmopt_wrap_propose(self, propose: Propose, config: PipelineConfig, context: BuildContext) -> Propose | None:
         context.cost_model.wanted()
         return None
+
+
+def _check_device(device: Any) -> None:
+    """Refuse what torch does not know as a device.
+
+    :raises ValueError: says so.
+    """
+    try:
+        if device is None or (isinstance(device, (str, torch.device)) and torch.device(device)):
+            return
+    except RuntimeError:
+        pass
+    raise ValueError(f'device is the name of a device, such as "cpu" or "cuda:1", or None, found {device!r}')
 
 
 def _can_be_native(model: PreTrainedModel) -> bool:

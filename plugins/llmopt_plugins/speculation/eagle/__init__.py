@@ -11,11 +11,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from llmopt import PluginInfo, hookimpl
 from llmopt.batch import MAX_DRAFTS
 from llmopt.errors import PluginUnavailableError
+from llmopt_plugins.option_checks import check_choice, check_flag, check_int, check_path
 
 if TYPE_CHECKING:
     from llmopt.config import PipelineConfig
@@ -61,21 +62,18 @@ class Eagle:
         :param self_check: refuse a head that does not know what the model says.
         :param fixed: always so many drafts, whatever they cost; None: what pays.
         """
-        for name, value, low, high in (
-            ("num_draft", num_draft, 1, MAX_DRAFTS),
-            ("depth", depth, 1, MAX_DRAFTS),
-            ("width", width, 1, MAX_DRAFTS),
-        ):
-            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-                raise ValueError(f"{name} is a number from {low} to {high}, found {value!r}")
+        for name, value in (("num_draft", num_draft), ("depth", depth), ("width", width)):
+            check_int(name, value, 1, MAX_DRAFTS)
         if width * (depth - 1) > MAX_DRAFTS:
             raise ValueError(f"width * (depth - 1) is at most {MAX_DRAFTS}, found {width} * {depth - 1}")
-        if bits not in (None, 8):
-            raise ValueError(f"bits is 8 or None, found {bits!r}")
-        if fixed is not None and not 1 <= fixed <= num_draft:
-            raise ValueError(f"fixed is a number from 1 to num_draft ({num_draft}), found {fixed!r}")
-        if head is not None and (not isinstance(head, (str, Path)) or not str(head)):
-            raise ValueError(f"head is the folder of a checkpoint, found {head!r}")
+        check_choice("bits", bits, (8, None))
+        if aux_layers is not None:
+            _check_layers(aux_layers)
+        check_flag("self_check", self_check)
+        if fixed is not None:
+            check_int("fixed", fixed, 1, num_draft, f", which is num_draft={num_draft}, or None")
+        if head is not None:
+            check_path("head", head, "the folder of a checkpoint, or None")
         self.head = None if head is None else Path(head).expanduser()
         self.num_draft, self.depth, self.width = num_draft, depth, width
         self.bits, self.aux_layers, self.self_check, self.fixed = bits, aux_layers, self_check, fixed
@@ -155,3 +153,13 @@ class Eagle:
                 f"to another model, or reads other layers than {', '.join(map(str, files.readings))}; name those that "
                 "it was trained on with aux_layers=, or leave the check out with self_check=False."
             )
+
+
+def _check_layers(aux_layers: Any) -> None:
+    """Refuse what is no list of numbers of layers.
+
+    :raises ValueError: says so.
+    """
+    is_list = isinstance(aux_layers, Sequence) and not isinstance(aux_layers, str) and len(aux_layers) > 0
+    if not is_list or any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in aux_layers):
+        raise ValueError(f"aux_layers is a list of numbers of layers, such as [2, 15], or None, found {aux_layers!r}")

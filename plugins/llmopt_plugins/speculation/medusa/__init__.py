@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from llmopt import PluginInfo, hookimpl
 from llmopt.batch import MAX_DRAFTS
 from llmopt.hf.capabilities import text_config
+from llmopt_plugins.option_checks import check_flag, check_int, check_number, check_path, check_use
 from llmopt_plugins.speculation.goodput import Goodput
 from llmopt_plugins.speculation.medusa.checkpoint import read_heads
 from llmopt_plugins.speculation.medusa.drafter import MedusaDrafter
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from llmopt.registry import BuildContext
     from llmopt.stages import Allocate, Commit, Propose, Verify
     from llmopt_plugins.speculation.medusa.checkpoint import Heads
+
+_EPSILON, _DELTA = 0.09, 0.3
 
 
 class Medusa:
@@ -51,8 +54,8 @@ class Medusa:
         fixed: int | None = None,
         top_k: int = 4,
         lossy: bool = False,
-        epsilon: float = 0.09,
-        delta: float = 0.3,
+        epsilon: float = _EPSILON,
+        delta: float = _DELTA,
     ) -> None:
         """:param heads: a folder or a file with trained heads; it has to be given.
         :param num_draft: nodes of a tree at most; the controller chooses how many pay.
@@ -63,15 +66,17 @@ class Medusa:
         :param epsilon: with `lossy`, the probability that is always likely enough.
         :param delta: with `lossy`, less is enough where the entropy is high: ``delta * exp(-entropy)``.
         """
-        limits = (("num_draft", num_draft, MAX_DRAFTS), ("fixed", fixed, MAX_DRAFTS), ("top_k", top_k, 64))
-        for name, value, most in limits:
-            is_int = isinstance(value, int) and not isinstance(value, bool)
-            if not (is_int and 1 <= int(value or 0) <= most) and not (name == "fixed" and value is None):
-                raise ValueError(f"{name} is a number from 1 to {most}, found {value!r}")
-        if not isinstance(lossy, bool):
-            raise ValueError(f"lossy is True or False, found {lossy!r}")
-        if not 0.0 < epsilon < 1.0 or not 0.0 < delta <= 1.0:
-            raise ValueError(f"epsilon lies in (0, 1) and delta in (0, 1], found {epsilon!r} and {delta!r}")
+        if heads is not None:
+            check_path("heads", heads, "a folder or a file with trained heads")
+        check_int("num_draft", num_draft, 1, MAX_DRAFTS)
+        if fixed is not None:
+            check_int("fixed", fixed, 1, num_draft, f", which is num_draft={num_draft}, or None")
+        check_int("top_k", top_k, 1, 64)
+        check_flag("lossy", lossy)
+        check_number("epsilon", epsilon, "a probability, 0 < epsilon < 1", lambda x: 0 < x < 1)
+        check_number("delta", delta, "a factor, 0 < delta <= 1", lambda x: 0 < x <= 1)
+        if not lossy:
+            check_use("lossy=True", {"epsilon": (epsilon, _EPSILON), "delta": (delta, _DELTA)})
         self.path = None if heads is None else Path(heads).expanduser()
         self.num_draft, self.fixed, self.top_k = num_draft, fixed, top_k
         self.lossy, self.epsilon, self.delta = lossy, epsilon, delta

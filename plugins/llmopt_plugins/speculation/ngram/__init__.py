@@ -9,9 +9,10 @@ Automaton", 2024; G. Oliaro et al., "SuffixDecoding", 2024 (texts of earlier req
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from llmopt import PluginInfo, hookimpl
+from llmopt_plugins.option_checks import check_flag, check_int, check_use
 from llmopt_plugins.speculation.goodput import Goodput
 from llmopt_plugins.speculation.ngram.drafter import PRIORS, NgramDrafter, new_automaton
 from llmopt_plugins.speculation.ngram.shared_texts import SharedTexts
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from llmopt.stages import Allocate, Commit, Propose
 
 _MAX_TENANTS = 64
+_SHARED_TOKENS = 65536
 
 
 class Ngram:
@@ -42,7 +44,7 @@ class Ngram:
         max_num_draft: int = 16,
         min_match: int = 2,
         shared: bool = False,
-        shared_tokens: int = 65536,
+        shared_tokens: int = _SHARED_TOKENS,
     ) -> None:
         """:param num_draft: drafts per request and step, or "auto": as many as pay, measured.
         :param max_num_draft: the most of them; KV is reserved for so many.
@@ -51,13 +53,14 @@ class Ngram:
             somebody of this tenant got a similar one before.
         :param shared_tokens: that are kept for each tenant.
         """
-        _check("max_num_draft", max_num_draft, 1, 64)
+        check_int("max_num_draft", max_num_draft, 1, 64)
         if num_draft != "auto":
-            _check("num_draft", num_draft, 1, max_num_draft, ' or "auto"')
-        _check("min_match", min_match, 1, 1024)
-        _check("shared_tokens", shared_tokens, 2, 1 << 28)
-        if not isinstance(shared, bool):
-            raise ValueError(f"shared is True or False, found {shared!r}")
+            check_int("num_draft", num_draft, 1, max_num_draft, ' or "auto"')
+        check_int("min_match", min_match, 1, 1024)
+        check_int("shared_tokens", shared_tokens, 2, 1 << 28)
+        check_flag("shared", shared)
+        if not shared:
+            check_use("shared=True", {"shared_tokens": (shared_tokens, _SHARED_TOKENS)})
         self.num_draft = None if isinstance(num_draft, str) else num_draft
         self.max_num_draft, self.min_match = max_num_draft, min_match
         self.shared, self.shared_tokens = shared, shared_tokens
@@ -94,8 +97,3 @@ class Ngram:
         assert context.capabilities is not None
         made, self._made = self._made, None
         return DraftPropose(propose, *made, self.max_num_draft, context.capabilities.vocab_size)
-
-
-def _check(name: str, value: Any, least: int, most: int, other: str = "") -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise ValueError(f"{name} is a number from {least} to {most}{other}, found {value!r}")
