@@ -9,12 +9,19 @@ import pytest
 
 from llmopt import build
 from llmopt.hub import load
-from llmopt.testing import ScriptedDrafter
+from llmopt.testing import Guess, ScriptedDrafter, adversaries
 from llmopt.testing.drafters import trees
+from llmopt_plugins.speculation.ngram import Ngram
 from tests.equivalence.test_demo_model import QUESTIONS, gaps_of, generate
 from tests.equivalence.test_packed_models import assert_engine_ran
 
 pytestmark = [pytest.mark.model, pytest.mark.native, pytest.mark.slow]
+
+
+@pytest.fixture
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLMOPT_NUM_THREADS", "1")  # tests of many short steps: threads mostly wait for each other
+
 
 MAX_GAP = 0.15  # half of what transformers' own bf16 needs: sums stay in float32 between the matrices
 
@@ -85,3 +92,71 @@ def test_tokens_chosen_behind_trees_in_bf16_are_the_best_in_fp32_or_close_to_it(
           f"{num_same} of {len(plain)} answers as without drafts")  # fmt: skip
     assert max(found) <= MAX_GAP
     assert num_flips <= 0.02 * len(found)
+
+
+def test_no_drafter_changes_a_token_of_the_demo_model_in_fp32(
+    demo_fp32: tuple[Any, Any], prompts: list[list[int]], one_thread: None
+) -> None:
+    model, _ = demo_fp32
+    chosen, num_new = [prompts[0], prompts[2]], 12
+    wanted = [until_end(ids) for ids in generate(model, chosen, max_new_tokens=num_new)]
+    options: dict[str, Any] = {"prompt": prompts[1], "max_new_tokens": num_new}
+    requests: list[Any] = [
+        *({"prompt": prompt, "max_new_tokens": num_new} for prompt in chosen),
+        {**options, "temperature": 0.9, "top_p": 0.9, "seed": 5},
+        {**options, "repetition_penalty": 1.3},
+    ]
+    kinds = adversaries(answers_of(chosen, wanted), model.config.vocab_size, 6)
+    drafter = ScriptedDrafter(lambda request, room: Guess(()), 6)
+    with build(model, ["native", "paged_kv", drafter], max_model_len=512) as pipe:
+        plain = [output.token_ids for output in pipe.batch(requests, progress=False)]
+        assert plain[:2] == wanted
+        for name, kind in kinds.items():
+            drafter.guess, before = kind.guess, pipe.stats()["num_steps"]
+            assert [output.token_ids for output in pipe.batch(requests[:2], progress=False)] == wanted, name
+            num_steps = pipe.stats()["num_steps"] - before
+            if name in ("right", "mostly_right", "trees"):  # a broken verifier writes right text too
+                assert num_steps <= num_new // 2, name
+            else:
+                assert num_steps == num_new, name
+        drafter.guess = trees(answers_of([prompts[1]], [plain[2]]), model.config.vocab_size, 0.9)
+        assert [output.token_ids for output in pipe.batch(requests, progress=False)] == plain
+        assert pipe.why_not is None
+
+
+def test_copied_drafts_leave_repeated_phrases_and_their_penalties_as_generate_writes_them(
+    demo_fp32: tuple[Any, Any], one_thread: None
+) -> None:
+    model, tokenizer = demo_fp32
+    letters = tokenizer("a b c a b c a b")["input_ids"]
+    phrases = tokenizer("the cat sat on the mat, the dog sat on the mat, the cat sat on")["input_ids"]
+    numbers = tokenizer("one two three one two three one")["input_ids"]
+    wanted = generate(model, [letters, phrases], max_new_tokens=24)
+    requests: list[Any] = [
+        *({"prompt": prompt, "max_new_tokens": 24} for prompt in (letters, phrases)),
+        {"prompt": numbers, "max_new_tokens": 8, "repetition_penalty": 1.3},
+        {"prompt": numbers, "max_new_tokens": 12, "frequency_penalty": 0.8, "logit_bias": {2976: 2.0}},
+        {"prompt": letters, "max_new_tokens": 12, "logits_processors": [lambda ids, line: line.roll(len(ids) // 4)]},
+    ]
+    with build(model, ["native", Ngram(8)], max_model_len=512) as pipe:
+        (stage,) = (o for o in pipe.registry.chains["propose"].objects if hasattr(o, "goodput"))
+        stage.goodput.fixed = 0
+        plain = [output.token_ids for output in pipe.batch(requests, progress=False)]
+        assert plain[:2] == wanted
+        assert plain[2] == [29, 11355, 2976, 1856, 282, 253, 12796, 28]
+        for num_draft in range(1, 9):
+            stage.goodput.fixed, before = num_draft, pipe.stats()
+            outputs = [output.token_ids for output in pipe.batch(requests, progress=False)]
+            assert outputs == plain, num_draft
+            after = pipe.stats()
+            assert after["propose.ngram"]["accepted"] - before["propose.ngram"]["accepted"] > 8, num_draft
+        assert pipe.why_not is None
+
+
+def until_end(ids: list[int]) -> list[int]:
+    """Without the padding behind the end of the output."""
+    return ids[: ids.index(2) + 1] if 2 in ids else ids
+
+
+def answers_of(prompts: list[list[int]], outputs: list[list[int]]) -> dict[tuple[int, ...], list[int]]:
+    return {tuple(prompt): ids for prompt, ids in zip(prompts, outputs, strict=True)}
