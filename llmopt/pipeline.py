@@ -14,6 +14,7 @@ from llmopt.batch import BestTokens, StepOutput
 from llmopt.cost_model import StepShape
 from llmopt.errors import PipelineClosedError, RequestAbortedError, RequestError, UnsupportedModelError
 from llmopt.request import Request, RequestStatus
+from llmopt.spoiled_rows import repeat_without_drafts
 from llmopt.step_lock import StepLock
 from llmopt.threads import one_torch_thread
 
@@ -138,6 +139,8 @@ class InferencePipeline:
                 accepted = self.verify(batch, drafts, logits, mask)
         else:
             accepted = self.verify(batch, drafts, logits, mask)
+        if accepted.errors and drafts is not None:
+            repeat_without_drafts(self, batch, accepted)
         if accepted.paths is not None:
             self.kv_cache.keep_paths(batch, accepted)
         if not self.cost_model.is_wanted:

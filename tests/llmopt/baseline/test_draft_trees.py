@@ -213,6 +213,64 @@ def test_tokens_accepted_from_trees_follow_the_targets_distribution(shape: list[
     assert np.abs(pairs / count - joint).sum() / 2 < 0.03
 
 
+# -- drafts that are no numbers -------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("kind", "plugins"),
+    [
+        ("llama", ()),
+        ("gemma2", ()),
+        ("llama", ("native",)),
+        ("llama", ("native", "paged_kv", "prefix_cache", "kv_quant")),
+    ],
+)
+def test_a_draft_whose_keys_and_values_are_no_numbers_spoils_neither_its_request_nor_other_drafts(
+    kind: str, plugins: tuple[str, ...]
+) -> None:
+    """The model knows every token but one, which it never says; a hidden draft of it would give 0 times NaN."""
+    model, prompts = tiny_model(kind), tiny_prompts(4, max_length=14)
+    with build_tiny(kind, plugins) as pipe:
+        wanted = [alone(pipe, p, max_new_tokens=10, ignore_eos=True) for p in prompts]
+    if "kv_quant" not in plugins:
+        assert wanted == generated(model, prompts, 10)
+    answers = answers_of(prompts, wanted)
+    seen = {token for text in (*prompts, *wanted) for token in text}
+    unknown = next(token for token in range(3, VOCAB) if token not in seen)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[unknown] = torch.nan
+
+    def rest_of(made: Request) -> Sequence[int]:
+        return answers.get(tuple(made.prompt_ids), ())[made.num_output_tokens :]
+
+    def chain(made: Request, room: int) -> Guess:
+        return Guess([*rest_of(made)[:2], unknown, 7][:room])
+
+    def tree(made: Request, room: int) -> Guess:
+        first, second = [*rest_of(made), 7, 8][:2]
+        return Guess([unknown, first, unknown, second][:room], [-1, -1, 1, 1][:room])
+
+    def some(made: Request, room: int) -> Guess:
+        """Beside rows without drafts, and with drafts that are fine."""
+        number = prompts.index(made.prompt_ids) if made.prompt_ids in prompts else 1
+        return (Guess(()), tree(made, room), Guess(rest_of(made)[:room]), chain(made, room))[number]
+
+    for guess in (chain, tree, some):
+        drafter = ScriptedDrafter(guess, 4)
+        with llmopt.build(model, [*plugins, drafter], tokenizer=tiny_tokenizer(), block_size=4) as pipe:
+            for options in ({}, {"temperature": 1.0, "top_k": 1, "seed": 3}):
+                outputs = pipe.batch(prompts, max_new_tokens=10, ignore_eos=True, progress=False, **options)
+                assert [o.token_ids for o in outputs] == wanted, guess.__name__
+            assert drafter.num_rounds > 10
+            assert_idle(pipe)
+            longest = max(prompts, key=len)
+            bad, good = pipe.batch(
+                [[*longest, unknown], prompts[1]], max_new_tokens=10, ignore_eos=True, progress=False
+            )
+            assert "best logit of its next token is nan" in str(bad.error)
+            assert good.token_ids == wanted[1]
+            (again,) = pipe.batch([longest], max_new_tokens=10, ignore_eos=True, progress=False)
+            assert again.token_ids == answers[tuple(longest)]
+
+
 # -- the KV ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize("plugins", [(), ("native",)])
 def test_after_each_step_the_kv_is_that_of_the_accepted_tokens(plugins: tuple[str, ...]) -> None:
