@@ -18,6 +18,8 @@ from llmopt_plugins.speculation.medusa import Medusa
 from llmopt_plugins.speculation.medusa.checkpoint import read_heads
 from llmopt_plugins.speculation.medusa.drafter import best_tree
 
+from .medusa_heads import write_trained
+
 HIDDEN, VOCAB = 64, 512
 PROMPTS = tiny_prompts(5)
 
@@ -216,6 +218,22 @@ def test_heads_see_the_hidden_state_behind_the_newest_token(tmp_path: Path) -> N
         pipe.batch(PROMPTS, progress=False, max_new_tokens=24)
     assert len(seen) > 50
     assert all(newest == guess for newest, guess in seen)
+
+
+@pytest.mark.parametrize("executor", [[], pytest.param(["native"], marks=pytest.mark.native)])
+def test_trained_heads_give_more_tokens_per_round_and_the_tokens_of_generate(
+    executor: list[str], tmp_path: Path
+) -> None:
+    model, prompts = tiny_model(), [prompt for prompt in PROMPTS if len(prompt) > 1]
+    wanted = []
+    for prompt in prompts:
+        ids = model.generate(torch.tensor([prompt]), max_new_tokens=32, min_new_tokens=32, do_sample=False)
+        wanted.append(ids[0, len(prompt) :].tolist())
+    heads = write_trained(tmp_path, model, prompts, wanted)
+    for fixed in (3, 8):
+        found, stats = run([*executor, Medusa(heads, fixed=fixed)], prompts, max_new_tokens=32, ignore_eos=True)
+        assert found == wanted
+        assert stats["tokens_per_round"] > 2.5  # heads that see another state, or guess for another place, give 1.0
 
 
 def test_a_sampled_request_gets_the_tokens_of_the_plain_run(tmp_path: Path) -> None:
