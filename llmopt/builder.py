@@ -299,7 +299,8 @@ class _Builder:
     def _size_pool(self, capabilities: Capabilities, budget: int, max_num_requests: int) -> tuple[int, BlockPool]:
         """Longest sequence and blocks, from the bytes that are left for KV.
 
-        :raises MemoryBudgetError: names the bytes needed for one sequence, the bytes there are, and what would fit.
+        :raises MemoryBudgetError: names the bytes needed for one sequence, the bytes there are, and what would fit; or
+            `pool_bytes` is more than the device holds.
         """
         memory = self.config.memory
         limit = capabilities.position_limit or _DEFAULT_MODEL_LEN
@@ -326,7 +327,15 @@ class _Builder:
             wanted = fitting
             size = min(size, wanted)
             num_blocks = budget // (per_token * size)
-        return wanted, BlockPool(min(num_blocks, -(-wanted // size) * max_num_requests), size)
+        num_blocks = min(num_blocks, -(-wanted // size) * max_num_requests)
+        assert self.context.machine is not None
+        available = self.context.machine.device_available_bytes
+        if memory.pool_bytes is not None and num_blocks * size * per_token > available:
+            raise MemoryBudgetError(
+                f"pool_bytes={memory.pool_bytes} makes a KV pool of {num_blocks * size * per_token} bytes, and this "
+                f"process may take {available} bytes. Lower pool_bytes, or leave it out."
+            )
+        return wanted, BlockPool(num_blocks, size)
 
 
 def unwrap(model: Any) -> PreTrainedModel:

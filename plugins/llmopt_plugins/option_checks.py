@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from llmopt.errors import PluginOptionError
+
+if TYPE_CHECKING:
+    from llmopt.kv_cache import KVCache
+    from llmopt.stages import Machine
 
 
 def check_int(name: str, value: Any, least: int, most: int | None = None, other: str = "", of: str = "") -> None:
@@ -72,4 +78,25 @@ def check_use(needs: str, options: dict[str, tuple[Any, Any]]) -> None:
         verb, them = ("goes", "it") if len(found) == 1 else ("go", "them")
         raise ValueError(
             f"{', '.join(found)} {verb} with {needs}, found {told} without that. Leave {them} out, or set both"
+        )
+
+
+def check_host_memory(
+    plugin: str, option: str, num_bytes: int, machine: Machine, kv_cache: KVCache | None = None
+) -> None:
+    """Refuse a size of host memory for KV blocks that this process cannot have, or that holds none.
+
+    :param kv_cache: whose blocks go there; None: not known yet.
+    :raises PluginOptionError: names the plugin, the option, what was asked and what there is.
+    """
+    if num_bytes > machine.available_bytes:
+        raise PluginOptionError(
+            f"{plugin} has {num_bytes} {option}, and this process may take {machine.available_bytes} bytes of host "
+            "memory. Give it a part of that."
+        )
+    block_bytes = 0 if kv_cache is None else kv_cache.block_size * kv_cache.bytes_per_token(kv_cache.shapes)
+    if num_bytes < block_bytes:
+        raise PluginOptionError(
+            f"{plugin} has {num_bytes} {option}, and a KV block of this model takes {block_bytes}: nothing would be "
+            "kept. Give it many times as much."
         )

@@ -19,7 +19,7 @@ from llmopt import PluginInfo, hookimpl
 from llmopt.block_pool import GIVEN_BACK
 from llmopt.kv_cache import KVCache
 from llmopt.request import RequestStatus
-from llmopt_plugins.option_checks import check_int, check_number
+from llmopt_plugins.option_checks import check_host_memory, check_int, check_number
 from llmopt_plugins.wrapping import Wrapping
 
 if TYPE_CHECKING:
@@ -109,6 +109,7 @@ class PagedAllocate:
     :param watermark: blocks that stay free when a request starts, so that running ones can grow for a while.
     :param queue: whose running requests `stats` looks at, and who waits for continuations.
     :param reach: last keys that any layer sees, the query's own included; None: all. What lies before is given back.
+    :param why_no_swap: why swap space that was asked for is not used, for `describe`.
     """
 
     sort_below = 0.5  # `nearness` of a table that is given back, below which the free list is put in order
@@ -120,12 +121,14 @@ class PagedAllocate:
         queue: RequestQueue | None = None,
         swap: SwapSpace | None = None,
         reach: int | None = None,
+        why_no_swap: str | None = None,
     ) -> None:
         self.pool = pool
         self.watermark = watermark
         self.queue = queue
         self.swap = swap
         self.reach = reach
+        self.why_no_swap = why_no_swap
         self.num_sorted = 0  # times that the free list was put in order
         self.num_left = 0  # blocks that were given back because they had left every window
 
@@ -178,6 +181,12 @@ class PagedAllocate:
 
     def num_blocks_ever(self, request: Request) -> int:
         return self.pool.num_blocks_for(max(request.max_len - 1, request.num_prompt_tokens))
+
+    def describe(self) -> str:
+        if self.swap is not None:
+            return f"pre-empted requests are swapped to at most {self.swap.max_bytes / 2**20:.0f} MiB of host memory"
+        told = "pre-empted requests are computed again"
+        return told if self.why_no_swap is None else f"{told}, without swap space: {self.why_no_swap}"
 
     def stats(self) -> dict[str, float]:
         running = [] if self.queue is None else self.queue.running
@@ -291,13 +300,21 @@ class PagedKv:
         return config.with_options(**given) if given else None
 
     @hookimpl
+    def llmopt_reserve(self, context: BuildContext) -> int | None:
+        if not self._can_swap(context) or context.model.device.type != "cpu":
+            return None
+        assert context.machine is not None
+        check_host_memory("paged_kv", "swap_bytes", self.swap_bytes, context.machine)
+        return self.swap_bytes
+
+    @hookimpl
     def llmopt_wrap_lookup(self, lookup: Lookup, context: BuildContext) -> Lookup | None:
         self._swap = None
-        assert context.capabilities is not None
-        # recurrent states are not in blocks: such a request has to be computed again
-        if not self.swap_bytes or context.capabilities.has_states:
+        if not self._can_swap(context):
             return None
         assert context.kv_cache is not None
+        assert context.machine is not None
+        check_host_memory("paged_kv", "swap_bytes", self.swap_bytes, context.machine, context.kv_cache)
         assert context.block_pool is not None
         self._swap = SwapSpace(context.kv_cache, self.swap_bytes, context.cost_model.wanted())
         watermark = int(self.watermark * context.block_pool.num_blocks)
@@ -309,8 +326,15 @@ class PagedKv:
         assert pool is not None
         assert context.capabilities is not None
         reach = context.capabilities.kv_reach
-        return PagedAllocate(pool, int(self.watermark * pool.num_blocks), context.queue, self._swap, reach)
+        swap = self._swap
+        why_no_swap = "recurrent states are not in blocks" if self.swap_bytes and swap is None else None
+        return PagedAllocate(pool, int(self.watermark * pool.num_blocks), context.queue, swap, reach, why_no_swap)
 
     @hookimpl
     def llmopt_wrap_schedule(self, schedule: Schedule) -> Schedule | None:
         return None if self._swap is None else SwappingSchedule(schedule, self._swap)
+
+    def _can_swap(self, context: BuildContext) -> bool:
+        """Whether KV is swapped: recurrent states are not in blocks, so their requests have to be computed again."""
+        assert context.capabilities is not None
+        return bool(self.swap_bytes) and not context.capabilities.has_states

@@ -179,6 +179,14 @@ def test_no_memory_at_all_is_refused(budget: int) -> None:
     assert told(caught.value)[1:] == (budget, 0)
 
 
+def test_a_pool_that_the_memory_does_not_hold_is_refused_and_one_for_all_requests_is_as_large_as_they_need() -> None:
+    model = tiny_model()
+    with pytest.raises(MemoryBudgetError, match=r"pool_bytes=1\d+ makes a KV pool of \d+ bytes, .* may take \d+"):
+        llmopt.build(model, pool_bytes=1 << 60, max_num_requests=1 << 40)
+    with llmopt.build(model, pool_bytes=1 << 60, max_num_requests=2) as pipe:  # as much as two requests can fill
+        assert pipe.describe().pool_bytes == 2 * 256 * 512
+
+
 @pytest.mark.parametrize(("budget", "length"), [(65536, 128), (5000, 9)])
 def test_without_a_wanted_length_the_pool_decides_and_says_so(budget: int, length: int) -> None:
     with llmopt.build(tiny_model(), pool_bytes=budget) as pipe:

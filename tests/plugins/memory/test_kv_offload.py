@@ -320,6 +320,8 @@ def test_options_of_the_wrong_type_are_refused(option: str, value: Any) -> None:
 def test_memory_or_a_file_that_holds_no_block_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PluginOptionError, match=r"10 host_bytes, and a KV block of this model takes \d+"):
         build(costly=False, host_bytes=10)
+    with pytest.raises(PluginOptionError, match=r"kv_offload has \d+ host_bytes, and this process may take \d+ bytes"):
+        build(costly=False, host_bytes=1 << 60)
     with pytest.raises(PluginOptionError, match=r"100 file_bytes, and a KV block of this model takes \d+"):
         build(costly=False, folder=tmp_path, file_bytes=100)
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 import llmopt
+from llmopt import PluginInfo, hookimpl
 from llmopt.block_pool import BlockPool
-from llmopt.errors import RequestTooLargeError
+from llmopt.errors import PluginOptionError, RequestTooLargeError
 from llmopt.pipeline import InferencePipeline
 from llmopt.request import Request, SamplingParams
+from llmopt.stages import Probe
 from llmopt.testing import assert_same_tokens, scripted_model, tiny_model, tiny_prompts
 from llmopt_plugins.memory.paged_kv import PagedAllocate, PagedKv, nearness
+from tests.equivalence.test_hybrid_models import hybrid_model
 from tests.llmopt.helpers import assert_idle, build_tiny, wrap
 from tests.plugins.memory.test_prefix_cache import poison
 
@@ -101,6 +105,46 @@ def test_freeing_twice_is_harmless_and_gives_everything_back() -> None:
     allocate.free(row)
     assert pool.num_free == 4
     pool.check()
+
+
+@pytest.mark.parametrize("sized", [{}, {"pool_bytes": 1 << 16}])
+def test_swap_space_below_a_block_or_beyond_the_memory_is_refused(sized: dict[str, int]) -> None:
+    with pytest.raises(PluginOptionError, match=r"paged_kv has 1 swap_bytes, and a KV block .* takes \d+"):
+        llmopt.build(MODEL, [PagedKv(swap_bytes=1)], max_model_len=64, **sized)
+    with pytest.raises(PluginOptionError, match=r"paged_kv has \d+ swap_bytes, and this process may take \d+ bytes"):
+        llmopt.build(MODEL, [PagedKv(swap_bytes=1 << 60)], max_model_len=64, **sized)
+
+
+def test_the_pool_leaves_the_swap_space_free() -> None:
+    swap = 1 << 20
+    options: dict[str, Any] = {"max_model_len": 64, "memory_fraction": 1.0}
+
+    class Small:
+        """A machine with a few MiB."""
+
+        info = PluginInfo(name="small", layer="hardware", promise="exact")
+
+        @hookimpl
+        def llmopt_wrap_probe(self, probe: Probe) -> Probe:
+            return lambda: replace(probe(), available_bytes=3 << 20, device_available_bytes=3 << 20)
+
+    sizes = []
+    for plugin in (PagedKv(), PagedKv(swap_bytes=swap)):
+        with llmopt.build(MODEL, [Small(), plugin], max_num_requests=10_000, **options) as pipe:
+            sizes.append(pipe.describe().pool_bytes)
+    assert swap - sizes[0] // 100 < sizes[0] - sizes[1] < swap + sizes[0] // 100
+
+
+def test_describe_says_where_pre_empted_requests_go() -> None:
+    states = hybrid_model("mamba2")
+    for model, plugin, told in (
+        (MODEL, PagedKv(), "pre-empted requests are computed again"),
+        (MODEL, PagedKv(swap_bytes=1 << 20), "pre-empted requests are swapped to at most 1 MiB of host memory"),
+        (states, PagedKv(swap_bytes=1 << 20), "pre-empted requests are computed again, without swap space: recurrent "
+         "states are not in blocks"),
+    ):  # fmt: skip
+        with llmopt.build(model, [plugin], max_model_len=64) as pipe:
+            assert pipe.describe().details["paged_kv"] == told
 
 
 @pytest.mark.parametrize("watermark", [-0.1, 1.0, 2])

@@ -21,7 +21,7 @@ from llmopt_plugins.memory.kv_offload.block_file import BlockFile, BlockFileErro
 from llmopt_plugins.memory.kv_offload.store import BlockStore
 from llmopt_plugins.memory.prefix_cache.prefix_file import fingerprint
 from llmopt_plugins.memory.prefix_cache.stages import CachedLookup
-from llmopt_plugins.option_checks import check_int, check_path, check_use
+from llmopt_plugins.option_checks import check_host_memory, check_int, check_path, check_use
 from llmopt_plugins.wrapping import Wrapping
 
 if TYPE_CHECKING:
@@ -93,10 +93,17 @@ class KvOffload:
 
     @hookimpl
     def llmopt_reserve(self, context: BuildContext) -> int | None:
-        return self.host_bytes if context.model.device.type == "cpu" else None
+        if context.model.device.type != "cpu":
+            return None
+        assert context.machine is not None
+        check_host_memory("kv_offload", "host_bytes", self.host_bytes, context.machine)
+        return self.host_bytes
 
     @hookimpl
     def llmopt_wrap_lookup(self, lookup: Lookup, config: PipelineConfig, context: BuildContext) -> Lookup:
+        assert context.kv_cache is not None
+        assert context.machine is not None
+        check_host_memory("kv_offload", "host_bytes", self.host_bytes, context.machine, context.kv_cache)
         context.cost_model.wanted()
         self._lookup = OffloadLookup(lookup)
         return self._lookup
@@ -110,11 +117,6 @@ class KvOffload:
             return
         (cached,) = found
         block_bytes = pipeline.block_pool.block_size * cached.kv_cache.bytes_per_token(cached.kv_cache.shapes)
-        if self.host_bytes < block_bytes:
-            raise PluginOptionError(
-                f"kv_offload has {self.host_bytes} host_bytes, and a KV block of this model takes {block_bytes}: "
-                "nothing would be kept. Give it many times as much."
-            )
         file = self._open(pipeline, cached.kv_cache, block_bytes)
         store = BlockStore(
             pipeline.block_pool, cached.kv_cache, cached.index, pipeline.cost_model, self.host_bytes, file
