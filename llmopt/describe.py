@@ -89,7 +89,7 @@ def describe(pipeline: InferencePipeline) -> Description:
             for layer, stages in LAYERS.items()
         },
         fall_backs=dict(pipeline.generate.fall_backs),
-        notes=list(pipeline.notes),
+        notes=[*pipeline.notes, *_order_of_drafters(pipeline)],
     )
 
 
@@ -109,6 +109,16 @@ def _details(pipeline: InferencePipeline) -> dict[str, str]:
             if line is not None and owner != "baseline":
                 told.setdefault(owner, []).append(line())
     return {owner: "; ".join(lines) for owner, lines in told.items()}
+
+
+def _order_of_drafters(pipeline: InferencePipeline) -> list[str]:
+    """One note where several plugins stand in `propose`."""
+    chain = pipeline.registry.chains.get("propose")
+    if chain is None or len(chain.plugins) < 2:
+        return []
+    first, *others = reversed(chain.plugins)
+    told = ", then ".join(others)
+    return [f"drafts come from {first} first, then {told}: the plugin listed last is asked first"]
 
 
 def _pool_bytes(pipeline: InferencePipeline) -> int:

@@ -13,6 +13,7 @@ from llmopt.testing import tiny_model, tiny_prompts
 from llmopt_plugins.speculation.drafter import Draft
 from llmopt_plugins.speculation.goodput import Goodput
 from llmopt_plugins.speculation.propose import DraftAllocate, DraftCommit, DraftPropose
+from tests.llmopt.helpers import build_tiny
 
 if TYPE_CHECKING:
     from llmopt.batch import AcceptedTokens, Batch
@@ -160,6 +161,23 @@ def test_rows_without_own_drafts_get_those_of_the_plugin_listed_before() -> None
     assert stats["propose.outer"]["tokens_per_round"] == 4.0
     assert stats["propose.inner"]["tokens_per_round"] == 5.0
     assert len({name for name, _ in inner.drafter.asked}) == 2  # not for the row that has drafts already
+
+
+def test_describe_says_in_which_order_several_drafters_are_asked() -> None:
+    def notes(*names: str) -> list[str]:
+        asked.clear()
+
+        def guess(name: str) -> Callable[[Request, int], Draft | None]:
+            return lambda request, limit: asked.append(name)
+
+        with build_tiny(plugins=[Drafts(guess(name), name) for name in names]) as pipe:
+            pipe.batch([PROMPTS[0]], max_new_tokens=2, ignore_eos=True, progress=False)
+            return pipe.describe().notes
+
+    asked: list[str] = []
+    assert notes("a") == []
+    assert notes("a", "b", "c") == ["drafts come from c first, then b, then a: the plugin listed last is asked first"]
+    assert asked[:3] == ["c", "b", "a"]
 
 
 def test_trees_are_cut_so_that_no_node_loses_its_parent() -> None:
