@@ -11,6 +11,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from llmopt.bench.comparison import Result
+from llmopt.bench.measurement import Timing
 from llmopt.cli.app import app
 from llmopt.errors import ConfigError, ModelError, PluginConflictError, PluginNotFoundError, PluginOptionError
 from llmopt.testing import tiny_model, tiny_tokenizer
@@ -241,6 +243,20 @@ def test_the_demo_speaks_and_its_tokens_are_those_of_generate(demo_folder: Path)
     assert "blue" in answer["text"]
     assert list(answer["tokens_per_s"]) == ["HF generate", "llmopt", "+ paged_kv"]
     assert all(speed > 0 for speed in answer["tokens_per_s"].values())
+
+
+def test_the_ratio_that_the_demo_shows_is_that_of_the_speeds_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The middle one of the ratios of each round is another number, here 2.4."""
+    timings = [Timing("HF generate", [1.0, 3.0, 6.0], num_tokens=60), Timing("llmopt", [4.0, 1.0, 2.5], num_tokens=60)]
+    monkeypatch.setattr("llmopt.cli.demo.load_model", lambda *_, **__: (tiny_model(), tiny_tokenizer()))
+    monkeypatch.setattr(
+        "llmopt.cli.bench.compare_with_progress", lambda *_, **__: Result("demo", "float32", 3, [], timings)
+    )
+    lines = [line.split() for line in run("demo").splitlines() if "tokens/s" in line]
+    assert lines == [
+        ["HF", "generate", "20.0", "tokens/s", "(1.00x)"],
+        ["llmopt", "24.0", "tokens/s", "(1.20x)"],
+    ]
 
 
 @pytest.mark.native
