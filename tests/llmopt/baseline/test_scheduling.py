@@ -20,7 +20,8 @@ from llmopt.errors import ContextLengthError, InvalidPromptError, RequestError, 
 from llmopt.pipeline import InferencePipeline
 from llmopt.queue import RequestQueue
 from llmopt.request import Request, RequestStatus
-from llmopt.testing import tiny_model, tiny_prompts
+from llmopt.testing import ScriptedDrafter, tiny_model, tiny_prompts
+from llmopt.testing.drafters import trees
 from llmopt_plugins.memory.paged_kv import PagedAllocate
 from tests.llmopt.helpers import alone, assert_idle, build_tiny, pool_bytes, request
 
@@ -554,8 +555,9 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.parametrize("drafts", [False, True], ids=["", "drafts"])
 @pytest.mark.parametrize("plugins", [(), ("paged_kv",)])
-def test_requests_that_come_and_go_in_any_order_keep_their_own_state(plugins: tuple[str, ...]) -> None:
+def test_requests_that_come_and_go_in_any_order_keep_their_own_state(plugins: tuple[str, ...], drafts: bool) -> None:
     """Lengths 1 to 8, other settings for each, fewer slots than requests."""
     prompts = tiny_prompts(8, max_length=14)
     requests: list[dict[str, Any]] = []
@@ -563,12 +565,16 @@ def test_requests_that_come_and_go_in_any_order_keep_their_own_state(plugins: tu
         requests.append({"prompt": prompt, "max_new_tokens": length, **settings})
     with build_tiny() as plain:
         wanted = [alone(plain, r, ignore_eos=True) for r in requests]
-    with build_tiny(plugins=plugins, block_size=4, max_num_requests=3, pool_bytes=pool_bytes(12, 4),
+    planter = trees({tuple(p): ids for p, ids in zip(prompts, wanted, strict=True)}, 512, 0.8)
+    drafter = ScriptedDrafter(planter, 3)
+    with build_tiny(plugins=[*plugins, *([drafter] if drafts else ())], block_size=4, max_num_requests=3,
+                    pool_bytes=pool_bytes(12, 4),
                     max_tokens_per_step=9) as pipe:  # fmt: skip
         for seed in range(20):
             order = random.Random(seed).sample(range(8), 8)
             outputs = pipe.batch([requests[i] for i in order], ignore_eos=True, progress=False)
             assert [o.token_ids for o in outputs] == [wanted[i] for i in order]
+        assert (drafter.num_rounds > 100) == drafts
         assert_idle(pipe)
 
 

@@ -233,7 +233,7 @@ def test_trained_heads_give_more_tokens_per_round_and_the_tokens_of_generate(
     for fixed in (3, 8):
         found, stats = run([*executor, Medusa(heads, fixed=fixed)], prompts, max_new_tokens=32, ignore_eos=True)
         assert found == wanted
-        assert stats["tokens_per_round"] > 2.5  # heads that see another state, or guess for another place, give 1.0
+        assert stats["tokens_per_round"] > 3.5  # of 4; the state of another token gives 2.5
 
 
 def test_a_sampled_request_gets_the_tokens_of_the_plain_run(tmp_path: Path) -> None:

@@ -117,8 +117,9 @@ def read_files(folder: Path, target: Target, aux_layers: Sequence[int] | None = 
     is_third = "midlayer.hidden_norm.weight" in weights
     if kind is not None and is_third != (kind == "eagle3"):
         raise HeadError(f"says it is {kind!r}, and its tensors are those of EAGLE-{3 if is_third else 1}")
-    if any(re.match(r"layers\.\d+\.", name) for name in weights):
-        raise HeadError("has several layers; heads of one layer are read")
+    more = {int(found[1]) for name in weights if (found := re.match(r"layers\.(\d+)\.", name))}
+    if more:
+        raise HeadError(f"has {1 + max(more)} layers, and only heads of one layer are read; choose one of these")
     files = HeadFiles(
         folder=folder,
         config=config,
