@@ -7,8 +7,6 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-
 from llmopt import container
 from llmopt.errors import ConfigError
 
@@ -49,6 +47,8 @@ def one_torch_thread() -> Iterator[None]:
     After a parallel one, torch's threads spin for the next for milliseconds, on the CPUs of the native pool. The number
     belongs to the calling thread; others are not affected. Setting it takes a fraction of a microsecond.
     """
+    import torch
+
     count = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -38,6 +38,16 @@ def test_the_version_and_the_list_of_public_names_need_no_torch() -> None:
     assert found == "False"
 
 
+def test_the_table_of_plugins_needs_neither_torch_nor_transformers() -> None:
+    """Case: `llmopt plugins` took half a minute on a machine under load."""
+    found = run(
+        "import sys; from llmopt.cli import plugins; plugins.run(as_json=True)\n"
+        "print([m for m in ('torch', 'transformers', 'safetensors') if m in sys.modules])"
+    )
+    assert '"draft_model"' in found
+    assert found.endswith("[]")
+
+
 def test_every_public_name_can_be_had_and_an_unknown_one_is_an_attribute_error() -> None:
     run(
         "import llmopt\n"

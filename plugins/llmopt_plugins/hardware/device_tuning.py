@@ -17,8 +17,6 @@ import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from llmopt import PluginInfo, hookimpl
 from llmopt.threads import num_local_ranks, num_native_threads
 from llmopt_plugins.option_checks import check_flag, check_int
@@ -57,6 +55,8 @@ def cuda_report(index: int) -> dict[str, Any]:
 
     :param index: of the device as torch counts, `CUDA_VISIBLE_DEVICES` included.
     """
+    import torch
+
     program = shutil.which("nvidia-smi")
     if program is None:
         return {}
@@ -101,6 +101,8 @@ class TunedPlace:
         self._precision_before: str | None = None
 
     def __call__(self, model: PreTrainedModel, machine: Machine) -> PreTrainedModel:
+        import torch
+
         placed = self.inner(model, machine)
         self.report = {"cpus": len(machine.cpus), "usable_cpus": machine.num_threads}
         device = placed.device
@@ -135,6 +137,8 @@ class TunedPlace:
 
     def close(self) -> None:
         """Put torch's settings back."""
+        import torch
+
         if self._threads_before is not None:
             torch.set_num_threads(self._threads_before)
             self._threads_before = None

@@ -22,8 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from llmopt import PluginInfo, hookimpl, native, version
 from llmopt_plugins.option_checks import check_number
 
@@ -153,6 +151,8 @@ class Steps:
 
 def tunables(pipeline: InferencePipeline, max_rows: int) -> list[Tunable]:
     """What the kernels of this pipeline leave to choose."""
+    import torch
+
     found: list[Tunable] = []
     core = native.core()
     rows = tuple(n for n in (1, 2, 3, 4, 5, 6, 8, 12, 16) if n <= max_rows)

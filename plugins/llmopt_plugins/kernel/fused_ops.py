@@ -11,8 +11,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from llmopt import PluginInfo, hookimpl
 from llmopt_plugins.option_checks import check_int
 
@@ -35,12 +33,15 @@ class FusedExecute:
     accepts_best = True  # logits pass through unseen
 
     def __init__(self, inner: Execute, switch: ModuleSwitch, counts: dict[str, int]) -> None:
+        import torch
+
         self.inner = inner
         self.switch = switch
         self.counts = counts
+        self._is_autocast = torch.is_autocast_enabled
 
     def __call__(self, batch: Batch, drafts: DraftTokens | None) -> Tensor | BestTokens:
-        if torch.is_autocast_enabled("cpu"):  # it would have its say between the operations
+        if self._is_autocast("cpu"):  # it would have its say between the operations
             return self.inner(batch, drafts)
         with self.switch:
             return self.inner(batch, drafts)

@@ -17,16 +17,14 @@ import types
 import weakref
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
-
 from llmopt import PluginInfo, hookimpl
 from llmopt_plugins.option_checks import check_flag
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch import Tensor
+    import torch
+    from torch import Tensor, nn
 
     from llmopt.batch import Batch, BestTokens, DraftTokens
     from llmopt.config import PipelineConfig
@@ -50,6 +48,8 @@ class CompiledLayers:
 
     def forward_of(self, layer: nn.Module) -> Callable[..., Any]:
         """The compiled forward, bound to a layer. Layers of a class share it: weights come in as inputs."""
+        import torch
+
         function: Any = type(layer).forward
         compiled = self._forwards.get(function)
         if compiled is None:
@@ -63,6 +63,7 @@ class CompiledLayers:
         return functools.partial(compiled, layer)
 
     def _compile(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        import torch
         from torch._dynamo import lookup_backend
         from torch._inductor import config
 
@@ -91,6 +92,8 @@ class CompiledExecute:
         self.num_graphs_built = 0  # compilations until the pipeline was complete
 
     def __call__(self, batch: Batch, drafts: DraftTokens | None) -> Tensor | BestTokens:
+        import torch
+
         # numbers of layers are inputs of a graph, so that all layers share it
         with torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True), self.switch:
             return self.inner(batch, drafts)
@@ -128,6 +131,8 @@ class TorchCompile:
         self.warm_up = warm_up
 
     def why_unavailable(self, context: BuildContext) -> str | None:
+        from torch.utils._triton import has_triton
+
         if context.model.device.type == "cpu":
             from torch._inductor.cpp_builder import get_cpp_compiler
 
@@ -138,7 +143,7 @@ class TorchCompile:
                     "needs a C++ compiler on this machine, since torch.compile writes C++ for the CPU, and found none "
                     f"({type(error).__name__}; install g++ or set CXX)"
                 )
-        elif context.model.device.type == "cuda" and not torch.utils._triton.has_triton():
+        elif context.model.device.type == "cuda" and not has_triton():
             return "needs Triton, in whose language torch.compile writes for CUDA, and found none"
         return None
 
@@ -186,6 +191,8 @@ def keep_compiled_code() -> None:
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """The members of the longest list of modules that knows one class, or a few, of layers."""
+    from torch import nn
+
     lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
     return max((layers for layers in lists if len({type(layer) for layer in layers}) <= 2), key=len, default=[])
 

@@ -12,21 +12,20 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
 from llmopt import PluginInfo, hookimpl
 from llmopt.block_pool import GIVEN_BACK
-from llmopt.kv_cache import KVCache
 from llmopt.request import RequestStatus
 from llmopt_plugins.option_checks import check_host_memory, check_int, check_number
 from llmopt_plugins.wrapping import Wrapping
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from llmopt.batch import Batch
     from llmopt.block_pool import BlockPool
     from llmopt.config import PipelineConfig
     from llmopt.cost_model import CostModel
+    from llmopt.kv_cache import KVCache
     from llmopt.queue import RequestQueue
     from llmopt.registry import BuildContext
     from llmopt.request import Request
@@ -65,10 +64,12 @@ class SwapSpace:
         self.entries: dict[Request, Swapped] = {}
         self.is_scheduling = False  # inside of `schedule`: a running request that gives its blocks back is pre-empted
         self.num_bytes = self.num_out = self.num_in = 0
-        self._bytes_per_block = kv_cache.block_size * KVCache.bytes_per_token(kv_cache.shapes)
+        self._bytes_per_block = kv_cache.block_size * kv_cache.bytes_per_token(kv_cache.shapes)
 
     def put(self, request: Request) -> None:
         """Copy the KV of a running request, if there is room and it pays."""
+        import torch
+
         self.drop(request)
         num_tokens = request.num_computed_tokens
         blocks = request.block_table[: -(-num_tokens // self.kv_cache.block_size)]
@@ -91,6 +92,8 @@ class SwapSpace:
 
     def get(self, request: Request, blocks: list[int]) -> None:
         """Copy the KV of a request into these blocks. It stays here until `drop`."""
+        import torch
+
         for layer, (key, value) in zip(self.kv_cache.layers.values(), self.entries[request].tensors, strict=True):
             table = torch.tensor(blocks, device=layer.key.device)
             layer.key[table] = key.to(layer.key.device)

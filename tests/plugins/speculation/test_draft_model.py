@@ -87,7 +87,7 @@ def test_a_rejected_draft_rewinds_the_draft_model_to_the_accepted_tokens(monkeyp
             self.twins.check()
             return drafts
 
-    monkeypatch.setattr("llmopt_plugins.speculation.draft_model.ModelDrafter", Spoiled)
+    monkeypatch.setattr("llmopt_plugins.speculation.draft_model.drafter.ModelDrafter", Spoiled)
     wanted, _ = run([], prompts=[PROMPTS[0]], max_new_tokens=60)
     found, stats = run([DraftModel(tiny_model(), fixed=4)], prompts=[PROMPTS[0]], max_new_tokens=60)
     assert found == wanted

@@ -190,7 +190,7 @@ def test_what_does_not_fit_is_refused_with_the_reason(case: str, tmp_path: Path)
 def test_trees_of_any_size_give_the_tokens_of_the_target(fixed: int, company: list[str], tmp_path: Path) -> None:
     prompts = [*PROMPTS, PROMPTS[0]]
     wanted, _ = run([], prompts)
-    found, stats = run([*company, Medusa(write_pt(tmp_path, original()), fixed=fixed)], prompts)
+    found, stats = run([*company, Medusa(write_pt(tmp_path, original()), num_draft=fixed, fixed=fixed)], prompts)
     assert found == wanted
     assert stats["drafted"] > stats["rounds"] or fixed == 1
 

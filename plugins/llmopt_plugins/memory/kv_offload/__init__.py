@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 from llmopt import PluginInfo, hookimpl
 from llmopt.errors import PluginOptionError
 from llmopt_plugins.memory.kv_offload.block_file import BlockFile, BlockFileError
-from llmopt_plugins.memory.kv_offload.store import BlockStore
 from llmopt_plugins.memory.prefix_cache.prefix_file import fingerprint
 from llmopt_plugins.memory.prefix_cache.stages import CachedLookup
 from llmopt_plugins.option_checks import check_host_memory, check_int, check_path, check_use
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from llmopt.registry import BuildContext
     from llmopt.request import Request
     from llmopt.stages import Lookup
+    from llmopt_plugins.memory.kv_offload.store import BlockStore
 
 logger = logging.getLogger("llmopt")
 
@@ -110,6 +110,8 @@ class KvOffload:
 
     @hookimpl
     def llmopt_finish(self, pipeline: InferencePipeline) -> None:
+        from llmopt_plugins.memory.kv_offload.store import BlockStore
+
         if pipeline.why_not is not None or self._lookup is None or pipeline.cost_model.measured is None:
             return
         found = [s for s in pipeline.registry.chains["lookup"].objects if isinstance(s, CachedLookup)]

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from llmopt import PluginInfo, hookimpl
 from llmopt.errors import LlmoptError
@@ -129,6 +128,8 @@ class PrefixCache:
         size = pipeline.block_pool.block_size
         if len(ids) < size:
             raise LlmoptError(f"prefix {name!r} has {len(ids)} tokens, and only full blocks, of {size}, can be saved.")
+        import torch
+
         found: list[Prefix] = []
 
         def copy() -> None:

@@ -9,15 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor
-
 from llmopt.errors import LlmoptError
-from llmopt.ops.quantized_rows import ROW_FORMAT
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedModel
 
     from llmopt.config import PipelineConfig
@@ -43,6 +38,10 @@ class Prefix:
 
 def fingerprint(model: PreTrainedModel, config: PipelineConfig, kv_cache: KVCache) -> str:
     """What makes KV of two models interchangeable: configuration, some values of the weights, and what is stored."""
+    import torch
+
+    from llmopt.ops.quantized_rows import ROW_FORMAT
+
     parts: list[object] = [json.dumps(model.config.to_dict(), sort_keys=True, default=str)]
     kernel = config.kernel
     parts.append((kernel.weight_bits, kernel.head_bits, kernel.weight_group_size, kernel.weight_minimum))
@@ -60,6 +59,8 @@ def fingerprint(model: PreTrainedModel, config: PipelineConfig, kv_cache: KVCach
 
 def gather(kv_cache: KVCache, blocks: list[int]) -> dict[str, Tensor]:
     """Copy blocks out of the pool, tokens first: ``[len(blocks) * block_size, heads, dim]`` on the CPU."""
+    import torch
+
     found: dict[str, Tensor] = {}
     for index, layer in kv_cache.layers.items():
         for kind, stored in (("key", layer.key), ("value", layer.value)):
@@ -87,6 +88,8 @@ def write(path: Path, prefix: Prefix, model: str) -> None:
 
     :param model: its `fingerprint`.
     """
+    from safetensors.torch import save_file
+
     tensors = {"token_ids": prefix.token_ids, **prefix.tensors}
     metadata = {"format": _FORMAT, "name": prefix.name, "salt": prefix.salt.hex(), "model": model}
     metadata["checksum"] = _checksum(metadata, tensors)
@@ -104,6 +107,8 @@ def read(path: Path, model: str, kv_cache: KVCache) -> Prefix:
     :raises PrefixFileError: says what is wrong with the file, and what to do.
     :raises FileNotFoundError: there is none.
     """
+    from safetensors import SafetensorError, safe_open
+
     if not path.is_file():
         raise FileNotFoundError(f"there is no prefix file {str(path)!r}. `save` writes one.")
     try:
@@ -142,6 +147,8 @@ def read(path: Path, model: str, kv_cache: KVCache) -> Prefix:
 
 
 def _checksum(metadata: dict[str, str], tensors: dict[str, Tensor]) -> str:
+    import torch
+
     digest = hashlib.blake2b(repr(sorted(metadata.items())).encode(), digest_size=16)
     for name, tensor in sorted(tensors.items()):
         digest.update(repr((name, tuple(tensor.shape), str(tensor.dtype))).encode())

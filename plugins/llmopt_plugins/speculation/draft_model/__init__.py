@@ -13,14 +13,11 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 import llmopt
 from llmopt import PluginInfo, hookimpl
 from llmopt.batch import MAX_DRAFTS
 from llmopt.errors import ModelError, PluginOptionError
 from llmopt_plugins.option_checks import check_choice, check_flag, check_int, check_path, check_use
-from llmopt_plugins.speculation.draft_model.drafter import ModelDrafter
 from llmopt_plugins.speculation.draft_model.vocabulary import why_not_same
 from llmopt_plugins.speculation.goodput import Goodput
 from llmopt_plugins.speculation.propose import DraftAllocate, DraftCommit, DraftPropose
@@ -32,6 +29,7 @@ if TYPE_CHECKING:
     from llmopt.pipeline import InferencePipeline
     from llmopt.registry import BuildContext
     from llmopt.stages import Allocate, Commit, Propose
+    from llmopt_plugins.speculation.draft_model.drafter import ModelDrafter
 
 _MODELS = 'a loaded model, its folder, file or name, or "self"'
 _POOL_SHARE = 0.1  # of the free memory, for the draft's KV
@@ -149,6 +147,8 @@ class DraftModel:
 
     def _make(self, config: PipelineConfig, context: BuildContext) -> ModelDrafter:
         """The drafter and its controller, made once per pipeline."""
+        from llmopt_plugins.speculation.draft_model.drafter import ModelDrafter
+
         if self._drafter is None:
             pipeline = self._build(config, context)
             is_elsewhere = pipeline.model.device != context.model.device
@@ -201,6 +201,8 @@ class DraftModel:
         return pipeline
 
     def _load(self, context: BuildContext) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+        import torch
+
         if isinstance(self.model, str) and self.model == "self":
             if self.device is not None and torch.device(self.device) != context.model.device:
                 raise PluginOptionError(
@@ -230,6 +232,8 @@ class _Propose(DraftPropose):
     """Closes the draft model with the pipeline."""
 
     def close(self) -> None:
+        from llmopt_plugins.speculation.draft_model.drafter import ModelDrafter
+
         drafter = self.drafter
         assert isinstance(drafter, ModelDrafter)
         drafter.close()
@@ -251,8 +255,12 @@ def _check_device(device: Any) -> None:
 
     :raises ValueError: says so.
     """
+    if device is None:
+        return
+    import torch
+
     try:
-        if device is None or (isinstance(device, (str, torch.device)) and torch.device(device)):
+        if isinstance(device, (str, torch.device)) and torch.device(device):
             return
     except RuntimeError:
         pass

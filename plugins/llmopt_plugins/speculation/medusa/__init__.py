@@ -16,12 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from llmopt import PluginInfo, hookimpl
 from llmopt.batch import MAX_DRAFTS
-from llmopt.hf.capabilities import text_config
 from llmopt_plugins.option_checks import check_flag, check_int, check_number, check_path, check_use
 from llmopt_plugins.speculation.goodput import Goodput
-from llmopt_plugins.speculation.medusa.checkpoint import read_heads
-from llmopt_plugins.speculation.medusa.drafter import MedusaDrafter
-from llmopt_plugins.speculation.medusa.typical import TypicalVerify
 from llmopt_plugins.speculation.propose import DraftAllocate, DraftCommit, DraftPropose
 
 if TYPE_CHECKING:
@@ -32,6 +28,7 @@ if TYPE_CHECKING:
     from llmopt.registry import BuildContext
     from llmopt.stages import Allocate, Commit, Propose, Verify
     from llmopt_plugins.speculation.medusa.checkpoint import Heads
+    from llmopt_plugins.speculation.medusa.drafter import MedusaDrafter
 
 _EPSILON, _DELTA = 0.09, 0.3
 
@@ -107,6 +104,9 @@ class Medusa:
 
     @hookimpl
     def llmopt_hidden_states(self, config: PipelineConfig, context: BuildContext) -> Sequence[int]:
+        from llmopt.hf.capabilities import text_config
+        from llmopt_plugins.speculation.medusa.checkpoint import read_heads
+
         assert self.path is not None
         weight = context.model.get_output_embeddings().weight
         self._heads = read_heads(self.path, weight.shape[1], weight.shape[0])
@@ -129,6 +129,8 @@ class Medusa:
 
     @hookimpl
     def llmopt_wrap_verify(self, verify: Verify, config: PipelineConfig, context: BuildContext) -> Verify | None:
+        from llmopt_plugins.speculation.medusa.typical import TypicalVerify
+
         return TypicalVerify(verify, self.epsilon, self.delta) if self.lossy else None
 
     @hookimpl
@@ -137,6 +139,9 @@ class Medusa:
 
     def _make(self, context: BuildContext) -> tuple[MedusaDrafter, Goodput]:
         """The drafter and its controller, made once per pipeline."""
+        from llmopt.hf.capabilities import text_config
+        from llmopt_plugins.speculation.medusa.drafter import MedusaDrafter
+
         if self._made is None:
             assert self._heads is not None
             output = context.model.get_output_embeddings()
