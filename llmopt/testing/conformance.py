@@ -18,13 +18,14 @@ from llmopt.plugin_info import PluginInfo, info_of
 from llmopt.plugin_search import builtin_plugins, find_plugin
 from llmopt.request import Request, SamplingParams
 from llmopt.testing.blame import raise_on_entry
-from llmopt.testing.identity import assert_same_distribution, assert_same_tokens
+from llmopt.testing.identity import assert_same_distribution, assert_same_tokens, reference_tokens
 from llmopt.testing.leftovers import assert_whole, drain, run_alone
 from llmopt.testing.report import CheckResult, PluginReport
 from llmopt.testing.snapshot import Snapshot
 from llmopt.testing.tiny import tiny_model, tiny_prompts
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedModel
 
     from llmopt.batch import Batch
@@ -114,6 +115,8 @@ class _Checker:
         self.company = [find_plugin(c) if isinstance(c, str) else c for c in company]
         self.report = PluginReport(self.info.name, self.info.promise)
         repeated = tiny_prompts(1, seed=9, min_length=6, max_length=6)[0] * 3  # drafters find something in it
+        self._known: dict[str, Tensor] = {}  # options -> what the model generates with them
+        self._samples: list[list[int]] | None = None
         self.prompts = [*tiny_prompts(4, min_length=1, max_length=30), repeated]
 
     def run(self) -> PluginReport:
@@ -205,22 +208,33 @@ class _Checker:
             pipeline.close()
 
     def _same(self, pipeline: InferencePipeline) -> str:
-        options = {"max_new_tokens": self.max_new_tokens}
-        assert_same_tokens(pipeline, self.model, self.prompts, **options)
-        assert_same_tokens(
-            pipeline, self.model, self.prompts, **options
-        )  # again: whatever was kept must still be right
-        assert_same_tokens(pipeline, self.model, self.prompts, do_sample=True, top_k=20, **options)
+        greedy = {"max_new_tokens": self.max_new_tokens}
+        for options in (
+            greedy,
+            greedy,
+            {**greedy, "do_sample": True, "top_k": 20},
+        ):  # what was kept must still be right
+            assert_same_tokens(pipeline, self.model, self.prompts, wanted=self._reference(options), **options)
         if self.info.promise == "distribution":
             deviation = assert_same_distribution(pipeline, self.model, self.prompts[-1])
             return f"greedy tokens equal model.generate's; samples fit the distribution ({deviation:+.1f} sigma)"
-        plain = self._pipeline(plain=True)
-        try:
-            wanted, got = (self._sampled(p) for p in (plain, pipeline))
-        finally:
-            plain.close()
+        wanted, got = self._plainly_sampled(), self._sampled(pipeline)
         assert wanted == got, f"seeded samples differ: {got} instead of {wanted}"
         return f"greedy and sampled tokens of {len(self.prompts)} prompts equal model.generate's"
+
+    def _reference(self, options: dict[str, Any]) -> Tensor:
+        """What the model itself generates, computed once."""
+        key = str(options)
+        if key not in self._known:
+            self._known[key] = reference_tokens(self.model, self.prompts, **options)
+        return self._known[key]
+
+    def _plainly_sampled(self) -> list[list[int]]:
+        """Samples of a pipeline without the plugin, taken once."""
+        if self._samples is None:
+            with self._pipeline(plain=True) as plain:
+                self._samples = self._sampled(plain)
+        return self._samples
 
     def _sampled(self, pipeline: InferencePipeline) -> list[list[int]]:
         """Independent requests with seeds: their tokens depend on seed and position only."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,6 +32,7 @@ def assert_same_tokens(
     prompts: Sequence[Sequence[int]],
     *,
     seed: int = 0,
+    wanted: Tensor | None = None,
     **generate_options: Any,
 ) -> None:
     """Assert that ``pipeline.generate`` returns exactly what ``model.generate`` returns, in one left-padded batch.
@@ -40,35 +41,58 @@ def assert_same_tokens(
     options say otherwise.
 
     :param model: in float32 or wider; half precision breaks ties by rounding, where equality means nothing.
+    :param wanted: what `reference_tokens` gave for the same arguments, when they are compared more than once.
     :param generate_options: for both, for example ``max_new_tokens=40, do_sample=True, top_k=20``.
     :raises AssertionError: names the first row and token that differ, or the reason for which the pipeline fell back
         to the model's own loop, in which case nothing would have been compared.
     """
     if model.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"tokens are compared in float32, the model is {model.dtype}. Convert it with model.float().")
-    options = {"max_new_tokens": 24, "do_sample": False, **generate_options}
-    pad_id = options.get("pad_token_id", model.generation_config.pad_token_id)
-    ids, mask = left_padded(prompts, _FILL_ID if pad_id is None else pad_id)
-    ids, mask = ids.to(model.device), mask.to(model.device)
+    if wanted is None:
+        wanted = reference_tokens(model, prompts, seed=seed, **generate_options)
     before = Counter(pipeline.generate.fall_backs)
-    results: list[Tensor] = []
-    for generate in (model.generate, pipeline.generate):
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
-            results.append(generate(input_ids=ids, attention_mask=mask, **options))
+    got = _generate(pipeline.generate, model, prompts, seed, generate_options)
     fell_back = Counter(pipeline.generate.fall_backs) - before
     if fell_back:
         raise AssertionError(f"the pipeline fell back to the model's own loop: {', '.join(fell_back)}")
-    expected, found = (result.tolist() for result in results)
-    for row, (want, got) in enumerate(zip(expected, found, strict=True)):
-        if want == got:
+    start = max(map(len, prompts))
+    for row, (want, found) in enumerate(zip(wanted.tolist(), got.tolist(), strict=True)):
+        if want == found:
             continue
-        place = next((i for i, (a, b) in enumerate(zip(want, got, strict=False)) if a != b), min(len(want), len(got)))
-        start = ids.shape[1]
+        pairs = enumerate(zip(want, found, strict=False))
+        place = next((i for i, (a, b) in pairs if a != b), min(len(want), len(found)))
         raise AssertionError(
             f"row {row} differs from new token {place - start} on: model.generate gives {want[start:]}, the pipeline "
-            f"{got[start:]} (prompt {list(prompts[row])}, options {options})"
+            f"{found[start:]} (prompt {list(prompts[row])}, options {_options(generate_options)})"
         )
+
+
+def reference_tokens(
+    model: PreTrainedModel, prompts: Sequence[Sequence[int]], *, seed: int = 0, **generate_options: Any
+) -> Tensor:
+    """What ``model.generate`` returns for the arguments of `assert_same_tokens`, ``[B, length]``."""
+    return _generate(model.generate, model, prompts, seed, generate_options)
+
+
+@torch.no_grad()
+def _generate(
+    generate: Callable[..., Any],
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    seed: int,
+    generate_options: dict[str, Any],
+) -> Tensor:
+    options = _options(generate_options)
+    pad_id = options.get("pad_token_id", model.generation_config.pad_token_id)
+    ids, mask = left_padded(prompts, _FILL_ID if pad_id is None else pad_id)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        result: Tensor = generate(input_ids=ids.to(model.device), attention_mask=mask.to(model.device), **options)
+    return result
+
+
+def _options(given: dict[str, Any]) -> dict[str, Any]:
+    return {"max_new_tokens": 24, "do_sample": False, **given}
 
 
 def assert_same_distribution(

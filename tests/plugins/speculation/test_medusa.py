@@ -13,7 +13,7 @@ from torch import Tensor
 
 import llmopt
 from llmopt.errors import ModelError, PluginUnavailableError
-from llmopt.testing import check_plugin, tiny_model, tiny_prompts
+from llmopt.testing import tiny_model, tiny_prompts
 from llmopt_plugins.speculation.medusa import Medusa
 from llmopt_plugins.speculation.medusa.checkpoint import read_heads
 from llmopt_plugins.speculation.medusa.drafter import best_tree
@@ -276,8 +276,3 @@ def test_without_heads_it_says_what_is_missing() -> None:
 def test_wrong_options_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="found"):
         Medusa("folder", **options)
-
-
-def test_it_keeps_to_the_rules(tmp_path: Path) -> None:
-    folder = write_pt(tmp_path, original())
-    assert check_plugin(lambda: Medusa(folder, fixed=6), company=["native", "prefix_cache"]).passed
