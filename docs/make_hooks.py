@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from llmopt import hookspecs, layers, stages
+from llmopt.build_context import BuildContext
 from llmopt.loaded_model import LoadedModel
-from llmopt.registry import BuildContext
 
 _INTRO = """\
 # Hooks

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from llmopt import baseline
 from llmopt.batch_builder import BatchBuilder
 from llmopt.block_pool import BlockPool
+from llmopt.build_context import BuildContext
 from llmopt.config import PipelineConfig
 from llmopt.cost_measurement import measure
 from llmopt.draft_check import DraftCheck
@@ -23,7 +24,7 @@ from llmopt.layers import STAGES
 from llmopt.loaded_model import LoadedModel
 from llmopt.pipeline import InferencePipeline
 from llmopt.queue import RequestQueue
-from llmopt.registry import BuildContext, Registry
+from llmopt.registry import Registry
 from llmopt.stages import Machine
 
 if TYPE_CHECKING:

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Any
 
+    from llmopt.build_context import BuildContext
     from llmopt.config import PipelineConfig
     from llmopt.kv_cache import KVStorage
     from llmopt.loaded_model import LoadedModel
     from llmopt.pipeline import InferencePipeline
-    from llmopt.registry import BuildContext
     from llmopt.stages import (
         Adapt,
         Admit,

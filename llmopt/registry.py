@@ -7,14 +7,12 @@ import inspect
 import logging
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from types import SimpleNamespace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pluggy
 
 from llmopt import hookspecs, layers
-from llmopt.cost_model import CostModel
 from llmopt.errors import (
     ConfigError,
     LlmoptError,
@@ -31,43 +29,14 @@ from llmopt.plugin_options import expand_plugins, parse_plugin
 from llmopt.plugin_search import PROJECT, builtin_plugins, make_plugin
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from llmopt.batch_builder import BatchBuilder
-    from llmopt.block_pool import BlockPool
+    from llmopt.build_context import BuildContext
     from llmopt.config import PipelineConfig
-    from llmopt.hf.capabilities import Capabilities
-    from llmopt.kv_cache import KVCache, KVStorage
+    from llmopt.kv_cache import KVStorage
     from llmopt.pipeline import InferencePipeline
-    from llmopt.queue import RequestQueue
-    from llmopt.stages import Machine
 
 logger = logging.getLogger("llmopt")
 
 _METHODS = {"allocate": ("free", "num_blocks_ever"), "attend": ("plan", "write")}  # beside `__call__`
-
-
-@dataclass(slots=True)
-class BuildContext:
-    """What exists while a pipeline is built. Fields fill up in the order of `llmopt.layers.STAGES`."""
-
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase | None
-    source: str | None = None  # folder, .gguf file or hub id, when the model was given by name
-    load_options: dict[str, Any] = field(default_factory=dict)  # what the user gave for loading it
-    weights_unread: bool = False  # a forward of the model would read its weights; see `LoadedModel`
-    machine: Machine | None = None  # after probe
-    capabilities: Capabilities | None = None  # after shard: how the engine can run the model
-    block_pool: BlockPool | None = None  # before lookup
-    kv_cache: KVCache | None = None  # before lookup
-    batch_builder: BatchBuilder | None = None  # before lookup
-    queue: RequestQueue | None = None  # before lookup
-    max_model_len: int = 0  # before lookup: longest sequence, prompt included
-    hidden_layers: tuple[int, ...] = ()  # before lookup: where plugins want hidden states, ascending
-    allows_trees: bool = False  # before propose: whether drafts may be trees, see `DraftTokens`
-    cost_model: CostModel = field(default_factory=CostModel)  # call `wanted()` in a hook; measured after the stages
-    stages: SimpleNamespace = field(default_factory=SimpleNamespace)  # stages built so far, by name
-    baseline: SimpleNamespace = field(default_factory=SimpleNamespace)  # their plain forms, by name
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,8 @@ from llmopt.plugin_info import PluginInfo
 if TYPE_CHECKING:
     from llmopt.batch import Batch, DraftTokens
     from llmopt.bench.reuse import ReuseResult, Setting
+    from llmopt.build_context import BuildContext
     from llmopt.pipeline import InferencePipeline
-    from llmopt.registry import BuildContext
     from llmopt.stages import Propose
 
 _FIXED = (1, 2, 4, 8, 16)

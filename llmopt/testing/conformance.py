@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from llmopt.batch import Batch
+    from llmopt.build_context import BuildContext
     from llmopt.config import PipelineConfig
     from llmopt.pipeline import InferencePipeline
-    from llmopt.registry import BuildContext
     from llmopt.stages import Commit
 
 PluginFactory = Callable[[], Any]

@@ -25,8 +25,8 @@ from llmopt.plugin_info import PluginInfo
 
 if TYPE_CHECKING:
     from llmopt.batch import Batch
+    from llmopt.build_context import BuildContext
     from llmopt.config import PipelineConfig
-    from llmopt.registry import BuildContext
     from llmopt.request import Request
     from llmopt.stages import Propose
 

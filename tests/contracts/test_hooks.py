@@ -14,12 +14,13 @@ import torch
 import llmopt
 from llmopt import PluginInfo, hookimpl, hookspecs
 from llmopt import stages as protocols
+from llmopt.build_context import BuildContext
 from llmopt.config import PipelineConfig
 from llmopt.errors import MemoryBudgetError, ModelError, PluginConflictError, PluginHookError
 from llmopt.layers import STAGES, layer_of
 from llmopt.loaded_model import LoadedModel
 from llmopt.pipeline import InferencePipeline
-from llmopt.registry import BuildContext, Registry
+from llmopt.registry import Registry
 from llmopt.testing import scripted_model, tiny_model, tiny_tokenizer
 
 ONCE = {

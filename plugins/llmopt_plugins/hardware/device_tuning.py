@@ -24,8 +24,8 @@ from llmopt_plugins.option_checks import check_flag, check_int
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from llmopt.build_context import BuildContext
     from llmopt.config import PipelineConfig
-    from llmopt.registry import BuildContext
     from llmopt.stages import Machine, Place
 
 logger = logging.getLogger(__name__)

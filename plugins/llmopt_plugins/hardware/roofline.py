@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from llmopt.batch import Batch, BestTokens, DraftTokens
+    from llmopt.build_context import BuildContext
     from llmopt.config import PipelineConfig
     from llmopt.pipeline import InferencePipeline
-    from llmopt.registry import BuildContext
     from llmopt.stages import Execute
 
 

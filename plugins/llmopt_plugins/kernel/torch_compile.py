@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from llmopt.batch import Batch, BestTokens, DraftTokens
+    from llmopt.build_context import BuildContext
     from llmopt.config import PipelineConfig
     from llmopt.hf.module_switch import ModuleSwitch
     from llmopt.pipeline import InferencePipeline
-    from llmopt.registry import BuildContext
     from llmopt.stages import Execute
 
 logger = logging.getLogger("llmopt")

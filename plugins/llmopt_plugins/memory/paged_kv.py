@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
     from llmopt.batch import Batch
     from llmopt.block_pool import BlockPool
+    from llmopt.build_context import BuildContext
     from llmopt.config import PipelineConfig
     from llmopt.cost_model import CostModel
     from llmopt.kv_cache import KVCache
     from llmopt.queue import RequestQueue
-    from llmopt.registry import BuildContext
     from llmopt.request import Request
     from llmopt.stages import Allocate, Lookup, Schedule
 

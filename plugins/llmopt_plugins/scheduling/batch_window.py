@@ -22,10 +22,10 @@ from llmopt_plugins.option_checks import check_int, check_number
 
 if TYPE_CHECKING:
     from llmopt.batch import StepBudget
+    from llmopt.build_context import BuildContext
     from llmopt.config import PipelineConfig
     from llmopt.cost_model import CostModel
     from llmopt.queue import QueueLoad, RequestQueue
-    from llmopt.registry import BuildContext
     from llmopt.stages import Budget
 
 _NUM_GAPS = 8  # arrivals that the expectation rests on

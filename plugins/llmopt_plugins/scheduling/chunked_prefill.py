@@ -19,10 +19,10 @@ from llmopt_plugins.option_checks import check_int, check_number, check_use
 
 if TYPE_CHECKING:
     from llmopt.batch import StepBudget
+    from llmopt.build_context import BuildContext
     from llmopt.config import PipelineConfig
     from llmopt.cost_model import CostModel
     from llmopt.queue import QueueLoad, RequestQueue
-    from llmopt.registry import BuildContext
     from llmopt.stages import Budget
 
 _STEPS_PER_TOKEN = 2.0  # without a target, a step with a chunk takes so many times a step of decodes alone

@@ -22,10 +22,10 @@ from llmopt_plugins.option_checks import check_choice, check_flag, check_number,
 from llmopt_plugins.scheduling.tenant_shares import TenantShares
 
 if TYPE_CHECKING:
+    from llmopt.build_context import BuildContext
     from llmopt.config import PipelineConfig
     from llmopt.cost_model import CostModel
     from llmopt.queue import RequestQueue
-    from llmopt.registry import BuildContext
     from llmopt.request import Request
     from llmopt.stages import Order
 

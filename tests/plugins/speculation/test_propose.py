@@ -17,8 +17,8 @@ from tests.llmopt.helpers import build_tiny
 
 if TYPE_CHECKING:
     from llmopt.batch import AcceptedTokens, Batch
+    from llmopt.build_context import BuildContext
     from llmopt.config import PipelineConfig
-    from llmopt.registry import BuildContext
     from llmopt.request import Request
     from llmopt.stages import Allocate, Commit, Propose
 

@@ -20,9 +20,9 @@ from llmopt_plugins.option_checks import check_int, check_path
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from llmopt.build_context import BuildContext
     from llmopt.config import PipelineConfig
     from llmopt.pipeline import InferencePipeline
-    from llmopt.registry import BuildContext
     from llmopt.stages import Execute
     from llmopt_plugins.kernel.native.gguf_weights import GgufWeights
     from llmopt_plugins.kernel.native.packed_store import PackedStore

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     import numpy as np
     from transformers import PreTrainedModel
 
+    from llmopt.build_context import BuildContext
     from llmopt.config import KernelConfig, PipelineConfig
     from llmopt.kv_cache import KVCache
-    from llmopt.registry import BuildContext
     from llmopt_plugins.kernel.native.packed_store import PackedStore
 
 _CACHE_DTYPES = {torch.float32: False, torch.bfloat16: True}

@@ -24,10 +24,10 @@ from llmopt_plugins.option_checks import check_host_memory, check_int, check_pat
 from llmopt_plugins.wrapping import Wrapping
 
 if TYPE_CHECKING:
+    from llmopt.build_context import BuildContext
     from llmopt.config import PipelineConfig
     from llmopt.kv_cache import KVCache
     from llmopt.pipeline import InferencePipeline
-    from llmopt.registry import BuildContext
     from llmopt.request import Request
     from llmopt.stages import Lookup
     from llmopt_plugins.memory.kv_offload.store import BlockStore

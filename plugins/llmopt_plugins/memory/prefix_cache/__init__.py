@@ -34,9 +34,9 @@ from llmopt_plugins.memory.prefix_cache.stages import CachedAllocate, CachedComm
 if TYPE_CHECKING:
     import os
 
+    from llmopt.build_context import BuildContext
     from llmopt.config import PipelineConfig
     from llmopt.pipeline import InferencePipeline
-    from llmopt.registry import BuildContext
     from llmopt.stages import Allocate, Commit, Lookup, Prompt
 
 __all__ = ["PrefixCache", "PrefixFileError"]

@@ -10,8 +10,8 @@ from llmopt_plugins.wrapping import Wrapping
 
 if TYPE_CHECKING:
     from llmopt.batch import AcceptedTokens, Batch, StepOutput
+    from llmopt.build_context import BuildContext
     from llmopt.kv_cache import KVCache
-    from llmopt.registry import BuildContext
     from llmopt.request import Request
     from llmopt.stages import Allocate, Commit, Lookup
     from llmopt_plugins.memory.prefix_cache.chain import Chain

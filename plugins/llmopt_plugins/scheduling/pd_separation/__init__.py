@@ -20,10 +20,10 @@ from llmopt_plugins.scheduling.pd_separation.options import ProcessOptions
 from llmopt_plugins.scheduling.pd_separation.slices import SlicedBudget
 
 if TYPE_CHECKING:
+    from llmopt.build_context import BuildContext
     from llmopt.config import PipelineConfig
     from llmopt.kv_cache import KVStorage
     from llmopt.pipeline import InferencePipeline
-    from llmopt.registry import BuildContext
     from llmopt.stages import Allocate, Budget, Lookup, Probe
     from llmopt_plugins.scheduling.pd_separation.process_mode import ProcessMode
 

@@ -15,8 +15,8 @@ from llmopt_plugins.wrapping import Wrapping
 
 if TYPE_CHECKING:
     from llmopt.block_pool import BlockPool
+    from llmopt.build_context import BuildContext
     from llmopt.pipeline import InferencePipeline
-    from llmopt.registry import BuildContext
     from llmopt.request import Request
     from llmopt.stages import Allocate, Lookup
 

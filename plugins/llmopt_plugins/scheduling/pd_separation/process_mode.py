@@ -21,8 +21,8 @@ from llmopt_plugins.scheduling.pd_separation.shared_pool import SharedPool
 from llmopt_plugins.scheduling.pd_separation.worker import sample_of, shapes_of
 
 if TYPE_CHECKING:
+    from llmopt.build_context import BuildContext
     from llmopt.pipeline import InferencePipeline
-    from llmopt.registry import BuildContext
     from llmopt.stages import Allocate, Lookup, Probe
 
 

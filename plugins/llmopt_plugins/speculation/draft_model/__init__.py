@@ -25,9 +25,9 @@ from llmopt_plugins.speculation.propose import DraftAllocate, DraftCommit, Draft
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from llmopt.build_context import BuildContext
     from llmopt.config import PipelineConfig
     from llmopt.pipeline import InferencePipeline
-    from llmopt.registry import BuildContext
     from llmopt.stages import Allocate, Commit, Propose
     from llmopt_plugins.speculation.draft_model.drafter import ModelDrafter
 
@@ -269,9 +269,9 @@ def _check_device(device: Any) -> None:
 
 def _can_be_native(model: PreTrainedModel) -> bool:
     """Whether the native decoder takes this model."""
+    from llmopt.build_context import BuildContext
     from llmopt.plugin_info import info_of
     from llmopt.plugin_search import builtin_plugins
-    from llmopt.registry import BuildContext
 
     for plugin in builtin_plugins():
         if info_of(plugin).name == "native":

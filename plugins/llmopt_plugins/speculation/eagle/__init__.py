@@ -19,9 +19,9 @@ from llmopt.errors import PluginUnavailableError
 from llmopt_plugins.option_checks import check_choice, check_flag, check_int, check_path
 
 if TYPE_CHECKING:
+    from llmopt.build_context import BuildContext
     from llmopt.config import PipelineConfig
     from llmopt.pipeline import InferencePipeline
-    from llmopt.registry import BuildContext
     from llmopt.stages import Commit, Propose
     from llmopt_plugins.speculation.eagle.build import Parts
     from llmopt_plugins.speculation.eagle.checkpoint import HeadFiles

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
+    from llmopt.build_context import BuildContext
     from llmopt.config import PipelineConfig
     from llmopt.pipeline import InferencePipeline
-    from llmopt.registry import BuildContext
     from llmopt.stages import Propose
     from llmopt_plugins.speculation.eagle.model import Eagle3Head
     from llmopt_plugins.speculation.eagle.model1 import Eagle1Head

@@ -23,9 +23,9 @@ from llmopt_plugins.speculation.propose import DraftAllocate, DraftCommit, Draft
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from llmopt.build_context import BuildContext
     from llmopt.config import PipelineConfig
     from llmopt.pipeline import InferencePipeline
-    from llmopt.registry import BuildContext
     from llmopt.stages import Allocate, Commit, Propose, Verify
     from llmopt_plugins.speculation.medusa.checkpoint import Heads
     from llmopt_plugins.speculation.medusa.drafter import MedusaDrafter

@@ -19,8 +19,8 @@ from llmopt_plugins.speculation.ngram.shared_texts import SharedTexts
 from llmopt_plugins.speculation.propose import DraftAllocate, DraftCommit, DraftPropose
 
 if TYPE_CHECKING:
+    from llmopt.build_context import BuildContext
     from llmopt.config import PipelineConfig
-    from llmopt.registry import BuildContext
     from llmopt.request import Request
     from llmopt.stages import Allocate, Commit, Propose
 

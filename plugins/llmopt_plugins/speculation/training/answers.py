@@ -29,8 +29,8 @@ from llmopt_plugins.wrapping import Wrapping
 
 if TYPE_CHECKING:
     from llmopt.batch import AcceptedTokens, Batch, BestTokens, DraftTokens
+    from llmopt.build_context import BuildContext
     from llmopt.pipeline import InferencePipeline
-    from llmopt.registry import BuildContext
     from llmopt.stages import LogitsMask, Verify
 
 _NGRAM = 4

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from llmopt import PluginInfo, hookimpl
 
 if TYPE_CHECKING:
+    from llmopt.build_context import BuildContext
     from llmopt.pipeline import InferencePipeline
-    from llmopt.registry import BuildContext
     from llmopt.stages import Commit
 
 _CONTEXT = 256  # tokens of KV in the steps that are compared
