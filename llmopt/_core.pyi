@@ -432,8 +432,56 @@ class Decoder:
         :raises ValueError: arrays that do not fit together.
         """
 
+    def draft_step(
+        self,
+        plan: StepPlan,
+        token_ids: npt.NDArray[np.int64],
+        positions: npt.NDArray[np.int64],
+        logits_indices: npt.NDArray[np.int64],
+        features_address: int = 0,
+        states_address: int = 0,
+        states_out_address: int = 0,
+        top: int = 0,
+        top_ids_address: int = 0,
+        top_log_probs_address: int = 0,
+    ) -> None:
+        """The same for a decoder that drafts, which reads hidden states: ``features`` of the target or own ``states``.
+
+        :param states_out_address: float32 [len(logits_indices), hidden_size] to fill: what the next level reads.
+        :param top: best tokens of each row, into int32 and float32 [len(logits_indices), top]; 0: none.
+        """
+
     def profile(self) -> dict[str, float]:
         """Seconds per phase since `is_profiling` was switched on."""
+
+class TreeSearch:
+    """Draft trees of several requests, grown on a decoder that drafts. Not safe for two callers at once."""
+
+    num_levels: int  # of the last search
+
+    def __init__(self, decoder: Decoder, target_ids: list[int]) -> None:
+        """:param target_ids: of each token of the head. ValueError: not one for each."""
+
+    def run(
+        self,
+        block_tables: list[list[int]],
+        num_pairs: list[int],
+        lengths: list[int],
+        token_ids: list[int],
+        positions: list[int],
+        features_address: int,
+        block_size: int,
+        width: int,
+        depth: int,
+        counts: list[int],
+        least_gain: float = 0.0,
+        least_chance: float = 0.0,
+    ) -> list[tuple[list[int], list[int], list[float]]]:
+        """Store the new pairs and grow the trees. The parameters are those of ``csrc/include/llmopt/tree_search.h``.
+
+        :returns: of each request the tokens, parents and logs of chances of its likeliest nodes, likeliest first.
+        :raises ValueError: inputs that do not fit together. IndexError: a token, position or block that does not exist.
+        """
 
 class BandwidthProbe:
     """Memory that is read again and again. ValueError: no bytes or no CPUs; MemoryError: no memory."""

@@ -83,5 +83,7 @@ void bind_gguf(nb::module_& m);
 // Defined in sample.cc: tokens drawn from rows of logits.
 void bind_sample(nb::module_& m);
 void bind_suffix_automaton(nb::module_& m);
+// Defined in tree_search.cc: drafts of a decoder that drafts.
+void bind_tree_search(nb::module_& m);
 
 }  // namespace llmopt

@@ -252,4 +252,5 @@ NB_MODULE(_core, m) {
   bind_machine_probe(m);
   bind_sample(m);
   bind_suffix_automaton(m);
+  bind_tree_search(m);
 }

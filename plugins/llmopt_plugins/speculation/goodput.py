@@ -102,8 +102,9 @@ class Goodput:
         self.kinds = [_Kind(Acceptance(prior, max_num_draft)) for prior in priors]
         self._round: _Round | None = None
         self._sleep = 0  # steps until the drafter is asked again
-        self._times: dict[tuple[int, int, int], list[float]] = {}  # predicted, by (tokens, rows, context bucket)
+        self._times: dict[tuple[int, int, int], tuple[list[float], float]] = {}  # predicted; by tokens, rows, context
         self._age = 0  # rounds since they were computed
+        self._token_s = self._draft_row_s = 0.0  # see `price`
         self._skills: dict[Request, list[float]] = {}  # accepted and expected drafts, of late
         self._draft_ratio = 1.0  # measured over estimated time of drafting
         self._num_timed = 0  # times that it was measured
@@ -167,6 +168,7 @@ class Goodput:
         if kept >= _KEEP * best and kept > plain:
             best_count, best = kind.num_draft, kept
         now.predicted = max(best / plain, 1.0)
+        self._token_s = 1.0 / max(best, plain)
         if best_count and best > (_STAY if kind.is_on and kind.num_draft else 1.0 + _MIN_GAIN) * plain:
             self._turn_on(kind)
             kind.num_draft = best_count
@@ -205,6 +207,7 @@ class Goodput:
             elif rate < 0.8 * best:
                 break
         now.predicted = best / plain
+        self._token_s = 1.0 / best
         is_worth_it = best > (1.0 + _MIN_GAIN) * plain or any(self.kinds[row.kind].is_on for row in rows)
         if best_count and is_worth_it:
             for _, _, place in candidates[:best_count]:
@@ -218,6 +221,13 @@ class Goodput:
                 probed.add(row.kind)
                 counts[place] = self._probe(self.kinds[row.kind], row.room, times)
         return counts
+
+    def price(self) -> tuple[float, float]:
+        """Seconds that a token costs in the step under way, and that one more draft costs to verify.
+
+        0 and 0 where the number of drafts is fixed or nothing is known yet.
+        """
+        return self._token_s, self._draft_row_s
 
     def _turn_on(self, kind: _Kind) -> None:
         kind.is_on, kind.wait, kind.back_off = True, 0, 1
@@ -259,22 +269,30 @@ class Goodput:
         shape = now.shape
         context = shape.num_context_tokens + shape.num_prefill_pairs
         key = (shape.num_tokens, shape.num_rows, num_rows << 8 | int(8.0 * math.log2(context + 64.0)))
-        times = self._times.get(key)
-        if times is None:
-            cost, ratio = self.cost, self._draft_ratio
+        if key not in self._times:
             per_draft = shape.num_context_tokens // max(1, shape.num_rows)
-            times = [
-                cost.step_s(
+            forwards = [
+                self.cost.step_s(
                     shape.num_tokens + count,
                     shape.num_rows,
                     shape.num_context_tokens,
                     shape.num_prefill_pairs + count * per_draft,
                 )
-                + (ratio * self.estimate_s(min(count, num_rows), -(-count // num_rows)) if count else 0.0)
                 for count in range(num_rows * self.max_num_draft + 1)
             ]
-            self._times[key] = times
+            some = min(4 * num_rows, len(forwards) - 1)
+            self._times[key] = (
+                [
+                    seconds + (self._draft_s(min(count, num_rows), -(-count // num_rows)) if count else 0.0)
+                    for count, seconds in enumerate(forwards)
+                ],
+                (forwards[some] - forwards[0]) / max(1, some),
+            )
+        times, self._draft_row_s = self._times[key]
         return times
+
+    def _draft_s(self, num_rows: int, num_draft: int) -> float:
+        return self._draft_ratio * self.estimate_s(num_rows, num_draft)
 
     def end_draft(self, drafted: Iterable[tuple[Request, int, int]], num_asked: int, limit: int) -> None:
         """Drafts were made, and cut.

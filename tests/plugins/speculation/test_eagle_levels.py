@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from llmopt.kv_cache import KVCache, LayerShape
 from llmopt.testing import tiny_model
 from llmopt_plugins.speculation.eagle.checkpoint import Target, make_head, read_files
 from llmopt_plugins.speculation.eagle.level import Level
+from llmopt_plugins.speculation.eagle.search import Growth, Pairs, search_levels
 from llmopt_plugins.speculation.eagle.torch_head import TorchHead
 from llmopt_plugins.speculation.eagle.tree import DraftTree
 
@@ -206,6 +208,71 @@ def test_the_likeliest_nodes_are_a_tree_however_many_are_taken() -> None:
             assert scores == sorted(scores, reverse=True)
             assert all(-1 <= parent < place for place, parent in enumerate(parents))
             assert len(set(zip(parents, ids, strict=True))) == count
+
+
+def pairs_of(head: Any, lengths: list[int], num_pairs: list[int], seed: int = 0) -> Pairs:
+    random = np.random.default_rng(seed)
+    total = sum(lengths)
+    tables = random.permutation(16)[: 5 * len(lengths)].reshape(len(lengths), 5).tolist()
+    positions = [p for n, before in zip(lengths, num_pairs, strict=True) for p in range(before, before + n)]
+    features = torch.from_numpy(random.standard_normal((total, num_taps(head), 64), dtype=np.float32))
+    return Pairs(tables, num_pairs, lengths, random.integers(0, 512, total).tolist(), positions, features)
+
+
+@pytest.mark.native
+@pytest.mark.parametrize(("width", "depth"), [(1, 1), (1, 6), (4, 1), (3, 4), (2, 5)])
+@pytest.mark.parametrize("layout", ["eagle1", "eagle3_specforge"])
+def test_the_search_in_cpp_finds_the_trees_of_the_one_in_python(
+    layout: str, width: int, depth: int, tmp_path: Path
+) -> None:
+    head = in_cpp(read(write_head(tmp_path, layout)), 2)
+    for seed, least in enumerate([(0.0, 0.0), (0.05, 0.01), (0.0, 0.02), (9.0, 0.0)]):
+        pairs = pairs_of(read(write_head(tmp_path, layout)), [5, 1, 8], [0, 2, 0], seed)
+        growth = Growth(width, depth, [7, 2, 40], *least)
+        expected, num_levels = search_levels(head, pairs, growth, 4)
+        found, found_levels = head.search(pairs, growth)
+        assert found_levels == num_levels
+        assert num_levels == 1 if least[0] == 9.0 else num_levels <= depth
+        for tree, other in zip(found, expected, strict=True):
+            assert tree[:2] == other[:2]
+            assert tree[2] == pytest.approx(other[2], abs=1e-5)
+        assert any(tree[0] for tree in found) or least[1] > 0.0
+
+
+@pytest.mark.native
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lengths": [5, 0]}, "it needs a new one"),
+        ({"num_pairs": [0]}, "one entry per request"),
+        ({"token_ids": [1]}, "one entry per new pair"),
+        ({"block_tables": [[1, 2, 3, 4, 5], [6]]}, "needs room for 12 places"),
+        ({"token_ids": [1, 2, 3, 512, 4, 5]}, r"token_ids\[3\] is 512"),
+    ],
+)
+def test_the_search_in_cpp_refuses_what_does_not_fit(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    head = read(write_head(tmp_path, "eagle3_specforge"))
+    pairs = replace(pairs_of(head, [5, 1], [0, 2]), **changes)
+    with pytest.raises((ValueError, IndexError), match=message):
+        in_cpp(head).search(pairs, Growth(3, 4, [4, 4]))
+
+
+def test_no_level_is_made_that_brings_less_than_it_must(tmp_path: Path) -> None:
+    head = read(write_head(tmp_path, "eagle3_specforge"))
+    run, pairs = in_torch(head), pairs_of(head, [5, 3], [0, 0])
+    levels = [run.search(pairs, Growth(2, 4, [9, 9], least_gain=least))[1] for least in (0.0, 1e-3, 10.0)]
+    assert levels[0] == 4 >= levels[1] >= levels[2] == 1
+
+
+def test_nodes_below_the_least_chance_are_left_out(tmp_path: Path) -> None:
+    head = read(write_head(tmp_path, "eagle3_specforge"))
+    run, pairs = in_torch(head), pairs_of(head, [5, 3], [0, 0])
+    (everything, _), _ = run.search(pairs, Growth(2, 3, [9, 9]))
+    least = float(np.exp(everything[2][3])) * 1.0001
+    (some, _), _ = run.search(pairs, Growth(2, 3, [9, 9], least_chance=least))
+    assert some[0] == everything[0][: len(some[0])]
+    assert len(some[0]) <= 3
+    assert all(np.exp(score) >= least for score in some[2])
 
 
 def test_a_row_without_a_number_drafts_nothing() -> None:

@@ -48,14 +48,14 @@ class Eagle:
         num_draft: int = 12,
         depth: int = 4,
         width: int = 4,
-        bits: int | None = None,
+        bits: int | None = 8,
         aux_layers: Sequence[int] | None = None,
         self_check: bool = True,
         fixed: int | None = None,
     ) -> None:
         """:param head: folder of the checkpoint; None: the one that ships with llmopt for this model.
         :param num_draft: draft tokens per request and step, at most; the controller chooses how many.
-        :param depth: levels of the tree, each one forward of the head.
+        :param depth: levels of the tree at most, each one forward of the head.
         :param width: nodes that go on at each level.
         :param bits: 8: store the head's matrices in 8 bits where it runs natively; None: in the model's dtype.
         :param aux_layers: layers whose inputs the head reads, where its config is wrong about them.

@@ -104,6 +104,7 @@ def make_parts(
     drafter = EagleDrafter(run, readings[0], pool, width=width, depth=depth)
     context.cost_model.wanted()
     goodput = Goodput(context.cost_model, drafter.draft_s, num_draft, priors=(_PRIOR,), fixed=fixed)
+    drafter.price = goodput.price
     vocab = f"{head.config.draft_vocab_size} of {target.vocab_size} tokens"
     return Parts(drafter, goodput, readings, f"EAGLE-{files.version} head, {vocab}, {about}")
 

@@ -12,24 +12,25 @@ Guessed tokens lie behind the true pairs and are overwritten by the next round.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from llmopt_plugins.speculation.drafter import Draft
-from llmopt_plugins.speculation.eagle.level import Guesses, Level, RunHead
-from llmopt_plugins.speculation.eagle.tree import DraftTree
+from llmopt_plugins.speculation.eagle.level import RunHead
+from llmopt_plugins.speculation.eagle.search import Growth, Pairs, first_level
 
 if TYPE_CHECKING:
     from llmopt.batch import AcceptedTokens, Batch
     from llmopt.block_pool import BlockPool
     from llmopt.request import Request
 
+_NOTHING = torch.empty(0)
 _MAX_PENDING = 512  # pairs that wait for the next draft; from more on they are shown to the head at once
 _IDLE_STEPS = 64  # steps without a draft after which nothing is shown to the head before it drafts again
 
@@ -43,6 +44,7 @@ class _Seen:
     last: int = -1  # position of the newest pair, shown or waiting
     positions: list[int] = field(default_factory=list)  # of pairs that wait
     features: list[Tensor] = field(default_factory=list)  # of the same, [n, taps, hidden] each
+    expected: float = 0.0  # tokens of its draft that the head's chances promise to be accepted
 
 
 class EagleDrafter:
@@ -51,7 +53,10 @@ class EagleDrafter:
     :param taps: places of the head's taps among ``Batch.hidden``.
     :param pool: blocks of the head's own cache; its tensors belong to ``head``.
     :param width: nodes that go on at each level.
-    :param depth: levels, each one forward of the head.
+    :param depth: levels at most, each one forward of the head.
+
+    ``price``, where it is set, says what a token costs now and what a draft costs to verify, both in seconds: levels
+    and nodes that would cost more than they bring are left out. 0 for the first: all are made.
     """
 
     num_kinds = 1
@@ -71,6 +76,10 @@ class EagleDrafter:
         # valid, which is until the next forward
         self._late: tuple[list[Request], Tensor] | None = None
         self._level_s = 0.0  # measured time of a level, smoothed
+        self._share_of_levels = 1.0  # that were made, of those that were allowed, smoothed
+        # accepted tokens, and how many the head's chances promised, of late
+        self._hits = self._expected = 4.0
+        self.price: Callable[[], tuple[float, float]] | None = None
         self._counts = {"num_rounds": 0, "num_levels": 0, "num_pairs": 0, "num_without_blocks": 0}
 
     def read(self, taps: Sequence[int]) -> None:
@@ -103,68 +112,46 @@ class EagleDrafter:
         if not places:
             return drafts
         start = time.perf_counter()
-        rows = [requests[place] for place in places]
-        tree = self._search(rows, width, depth)
-        for place, (ids, parents, _) in zip(places, tree.best([limits[place] for place in places]), strict=True):
-            drafts[place] = Draft(ids, parents if self.has_trees else None) if ids else None
-        self._measure((time.perf_counter() - start) / depth)
+        pairs = self._waiting([requests[place] for place in places])
+        growth = Growth(width, depth, [limits[place] for place in places])
+        if self.price is not None:
+            growth.least_gain, growth.least_chance = self._least(len(places))
+        found, num_levels = self.head.search(pairs, growth)
+        for place, (ids, parents, scores) in zip(places, found, strict=True):
+            if ids:
+                drafts[place] = Draft(ids, parents if self.has_trees else None)
+                self._seen[requests[place]].expected = sum(map(math.exp, scores))
+        self._measure(time.perf_counter() - start, num_levels, depth)
         self._counts["num_rounds"] += 1
-        self._counts["num_levels"] += depth
+        self._counts["num_levels"] += num_levels
         return drafts
 
-    def _search(self, requests: list[Request], width: int, depth: int) -> DraftTree:
-        count = len(requests)
-        tree = DraftTree(count, width)
-        guesses = self._show(requests, width)
-        assert guesses is not None
-        tree.grow(guesses.token_ids[:, None], guesses.log_probs[:, None])
-        if depth == 1:
-            return tree
-        seen = [self._seen[request] for request in requests]
-        nodes = _Nodes(seen, self.pool.block_size, width, depth - 1)
-        for number in range(1, depth):
-            guesses = self.head(*nodes.level(tree, guesses.states, number), width)
-            assert guesses is not None
-            tree.grow(guesses.token_ids.reshape(count, width, -1), guesses.log_probs.reshape(count, width, -1))
-        return tree
+    def _least(self, num_rows: int) -> tuple[float, float]:
+        """What a level and a node must bring to be worth their time, in the head's own chances."""
+        assert self.price is not None
+        token_s, row_s = self.price()
+        if not token_s:
+            return 0.0, 0.0
+        scale = token_s * min(max(self._hits / self._expected, 0.1), 2.0)
+        return self._level_s * (1.0 + 0.02 * num_rows) / scale, row_s / scale
 
-    def _show(self, requests: list[Request], top: int) -> Guesses | None:
-        """Give the head the pairs that wait, and ask for the followers of each request's newest one."""
-        seen = [self._seen[request] for request in requests]
-        lengths = [len(s.positions) for s in seen]
-        ends = np.cumsum(lengths)
-        starts = ends - lengths
-        total = int(ends[-1])
-        positions = np.array([p for s in seen for p in s.positions], dtype=np.int64)
-        token_ids = np.empty(total, dtype=np.int64)
-        slots = np.empty(total, dtype=np.int64)
-        size = self.pool.block_size
-        for request, s, start, end in zip(requests, seen, starts.tolist(), ends.tolist(), strict=True):
-            if end - start == 1:
-                token_ids[start] = request.token_ids[s.positions[0] + 1]
-                block, offset = divmod(s.num_pairs, size)
-                slots[start] = s.block_table[block] * size + offset
-            else:
-                token_ids[start:end] = [request.token_ids[p + 1] for p in s.positions]
-                blocks, offsets = np.divmod(np.arange(s.num_pairs, s.num_pairs + end - start), size)
-                slots[start:end] = np.array(s.block_table, dtype=np.int64)[blocks] * size + offsets
-            s.num_pairs += end - start
-        parts = [part for s in seen for part in s.features]
-        features = parts[0] if len(parts) == 1 else torch.cat(parts)
-        level = Level(
-            block_tables=_tables(seen),
-            seq_lens=np.array([s.num_pairs for s in seen], dtype=np.int32),
-            cu_seqlens_q=np.concatenate([[0], ends]).astype(np.int32),
-            slot_mapping=slots,
-            token_ids=token_ids,
-            positions=positions,
-            logits_indices=ends.astype(np.int64) - 1 if top else np.empty(0, dtype=np.int64),
-        )
-        guesses = self.head(level, features, top, are_features=True)
-        for s in seen:
-            s.positions, s.features = [], []
-        self._counts["num_pairs"] += total
-        return guesses
+    def _waiting(self, requests: list[Request]) -> Pairs:
+        """The pairs that wait. They count as shown from now on."""
+        pairs = Pairs([], [], [], [], [], _NOTHING)
+        features: list[Tensor] = []
+        for request in requests:
+            seen = self._seen[request]
+            pairs.block_tables.append(seen.block_table)
+            pairs.num_pairs.append(seen.num_pairs)
+            pairs.lengths.append(len(seen.positions))
+            pairs.token_ids += [int(request.token_ids[position + 1]) for position in seen.positions]
+            pairs.positions += seen.positions
+            features += seen.features
+            seen.num_pairs += len(seen.positions)
+            seen.positions, seen.features, seen.expected = [], [], 0.0
+        pairs.features = features[0] if len(features) == 1 else torch.cat(features)
+        self._counts["num_pairs"] += len(pairs.positions)
+        return pairs
 
     def _reserve(self, seen: _Seen, num_nodes: int) -> bool:
         """Blocks for what waits and for guesses. Without them the request starts over with what it gets from now on."""
@@ -204,6 +191,9 @@ class EagleDrafter:
             if num_drafts[row] and (place := kept.get(request)) is not None:
                 count = len(accepted.token_ids[place]) - 1
                 path = range(count) if accepted.paths is None else accepted.paths[place][:count]
+                if seen.expected:
+                    self._hits, self._expected = 0.98 * self._hits + count, 0.98 * self._expected + seen.expected
+                    seen.expected = 0.0
                 if path:
                     tokens = [*tokens, *(end + draft for draft in path)]  # type: ignore[assignment]
             # a pair needs the token behind it; what the head has seen before (a request that began again) is left out
@@ -219,7 +209,9 @@ class EagleDrafter:
         """Too many pairs wait: show them, or drop the older ones while nobody drafts anyway."""
         if self._num_idle < _IDLE_STEPS:
             if self._reserve(seen, 0):
-                self._show([request], 0)
+                pairs = self._waiting([request])
+                level = first_level(pairs, self.pool.block_size, wants_followers=False)
+                self.head(level, pairs.features, 0, are_features=True)
             return
         while len(seen.features) > 1 and len(seen.positions) - len(seen.features[0]) >= _MAX_PENDING // 4:
             del seen.positions[: len(seen.features.pop(0))]
@@ -254,10 +246,12 @@ class EagleDrafter:
     def draft_s(self, num_rows: int, num_draft: int) -> float:
         """A level is bound by the head's weights, whatever the number of rows."""
         levels = min(self.depth, num_draft) if self.has_trees else num_draft
-        return levels * (self._level_s or 1e-3) * (1.0 + 0.02 * num_rows)
+        return self._share_of_levels * levels * (self._level_s or 1e-3) * (1.0 + 0.02 * num_rows)
 
-    def _measure(self, level_s: float) -> None:
+    def _measure(self, seconds: float, num_levels: int, depth: int) -> None:
+        level_s = seconds / num_levels
         self._level_s = level_s if not self._level_s else 0.9 * self._level_s + 0.1 * level_s
+        self._share_of_levels += 0.1 * (num_levels / depth - self._share_of_levels)
 
     def stats(self) -> dict[str, Any]:
         return {**self._counts, "level_ms": round(1e3 * self._level_s, 3), "num_requests": len(self._seen)}
@@ -267,55 +261,3 @@ class EagleDrafter:
         for request in list(self._seen):
             self.forget(request)
         self.head.close()
-
-
-class _Nodes:
-    """The nodes that are forwarded for some requests, level after level, and the arrays of these forwards."""
-
-    def __init__(self, seen: list[_Seen], block_size: int, width: int, num_levels: int) -> None:
-        count, most = len(seen), width * num_levels
-        self.width = width
-        self.tables = _tables(seen)
-        self.num_pairs = np.array([s.num_pairs for s in seen], dtype=np.int32)
-        self.last = np.array([s.last for s in seen], dtype=np.int64)
-        blocks, offsets = np.divmod(self.num_pairs[:, None] + np.arange(most), block_size)
-        self.slots = self.tables[np.arange(count)[:, None], blocks].astype(np.int64) * block_size + offsets
-        self.cu_seqlens = np.arange(0, (count + 1) * width, width, dtype=np.int32)
-        self.all_rows = np.arange(count * width, dtype=np.int64)
-        self._rows = self.all_rows[:count, None]
-
-    def level(self, tree: DraftTree, states: Tensor, number: int) -> tuple[Level, Tensor]:
-        """The frontier of a tree as the next level, and what its nodes get as hidden states.
-
-        :param states: ``[R * frontier before, size]``: what the level before gave.
-        :param number: 1 for the first.
-        """
-        width, count = self.width, len(self.num_pairs)
-        end = number * width
-        origins = (self._rows * (states.shape[0] // count) + tree.origins).reshape(-1)
-        level = Level(
-            block_tables=self.tables,
-            seq_lens=self.num_pairs + np.int32(end),
-            cu_seqlens_q=self.cu_seqlens,
-            slot_mapping=_flat(self.slots[:, end - width : end]),
-            token_ids=_flat(tree.token_ids),
-            positions=np.repeat(self.last + number, width),
-            logits_indices=self.all_rows,
-        )
-        if width > 1:  # a chain sees all before it
-            level.num_drafts, level.draft_masks = np.full(count, end, dtype=np.int32), _flat(tree.masks())
-        return level, states[torch.from_numpy(origins).to(states.device)]
-
-
-def _flat(rows: np.ndarray) -> np.ndarray:
-    """``[R, n]`` -> ``[R * n]``, contiguous."""
-    return np.ascontiguousarray(rows).reshape(-1)
-
-
-def _tables(seen: list[_Seen]) -> np.ndarray:
-    """Block tables as an array, ``[R, M]`` int32."""
-    width = max(len(s.block_table) for s in seen)
-    tables = np.zeros((len(seen), width), dtype=np.int32)
-    for row, s in enumerate(seen):
-        tables[row, : len(s.block_table)] = s.block_table
-    return tables

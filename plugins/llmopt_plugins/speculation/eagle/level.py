@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from llmopt_plugins.speculation.eagle.search import Growth, Nodes, Pairs
 
 
 @dataclass(slots=True)
@@ -48,6 +51,9 @@ class RunHead(Protocol):
             level.
         :param top: how many followers; 0: none, the level is only stored.
         """
+
+    def search(self, pairs: Pairs, growth: Growth) -> tuple[list[Nodes], int]:
+        """Show the pairs, and grow a tree behind the newest one of each request. See `search_levels`."""
 
     def close(self) -> None:
         """Free what it holds."""

@@ -35,6 +35,7 @@ from llmopt_plugins.kernel.native.packing import (
 )
 from llmopt_plugins.speculation.eagle.level import Guesses, Level
 from llmopt_plugins.speculation.eagle.model import Eagle3Config, Eagle3Head
+from llmopt_plugins.speculation.eagle.search import Growth, Nodes, Pairs
 
 if TYPE_CHECKING:
     from llmopt.config import KernelConfig
@@ -95,6 +96,8 @@ class NativeHead:
         self._target_ids = (head.d2t + torch.arange(config.draft_vocab_size)).numpy()
         self._decoder = core.Decoder(spec, [cache], thread_team(num_threads))
         self._plan = core.StepPlan()
+        self._search = core.TreeSearch(self._decoder, self._target_ids.tolist())
+        self._block_size = kv_cache.block_size
         self._states = _new_states(0, config.hidden_size)
         self._ids = np.empty((0, 0), dtype=np.int32)
         self._log_probs = np.empty((0, 0), dtype=np.float32)
@@ -121,8 +124,16 @@ class NativeHead:
         self._decoder.draft_step(self._plan, *tokens, *places, *addresses)
         return Guesses(self._target_ids[self._ids], self._log_probs, self._states[:count])
 
+    def search(self, pairs: Pairs, growth: Growth) -> tuple[list[Nodes], int]:
+        features = pairs.features.detach().to("cpu", torch.float32).contiguous()
+        found = self._search.run(
+            pairs.block_tables, pairs.num_pairs, pairs.lengths, pairs.token_ids, pairs.positions, features.data_ptr(),
+            self._block_size, growth.width, growth.depth, growth.counts, growth.least_gain, growth.least_chance,
+        )  # fmt: skip
+        return found, self._search.num_levels
+
     def close(self) -> None:
-        self._decoder = self._plan = self.packed = None
+        self._search = self._decoder = self._plan = self.packed = None
         self._owners = ()
 
 

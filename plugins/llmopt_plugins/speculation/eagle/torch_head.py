@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from llmopt.ops.attention import PagedAttention
 from llmopt_plugins.speculation.eagle.level import Guesses, Level
+from llmopt_plugins.speculation.eagle.search import Growth, Nodes, Pairs, search_levels
 
 if TYPE_CHECKING:
     from llmopt.kv_cache import KVCache
@@ -29,6 +30,7 @@ class TorchHead:
         layer, shape = kv_cache.layers[0], kv_cache.shapes[0]
         self._attention = PagedAttention.create([layer.key], [layer.value], dtype=shape.dtype)
         self._device, self._dtype = shape.device, shape.dtype
+        self._block_size = kv_cache.block_size
         self._scale = head.config.head_dim**-0.5
 
     @torch.inference_mode(False)
@@ -55,6 +57,9 @@ class TorchHead:
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         self._attention.write(0, key[0], value[0])
         return self._attention(0, query[0], scale=self._scale)[None]
+
+    def search(self, pairs: Pairs, growth: Growth) -> tuple[list[Nodes], int]:
+        return search_levels(self, pairs, growth, self._block_size)
 
     def close(self) -> None:
         del self._attention, self.head

@@ -13,6 +13,8 @@ A node is never likelier than its parent, so the likeliest nodes are a tree howe
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 
@@ -71,10 +73,15 @@ class DraftTree:
         self._num_forwarded += width
         return self._masks
 
-    def best(self, counts: list[int]) -> list[tuple[list[int], list[int], list[float]]]:
+    def mass(self) -> float:
+        """The chances of the nodes that go on, over all requests."""
+        return float(np.exp(self.scores.astype(np.float64)).sum())
+
+    def best(self, counts: list[int], least_chance: float = 0.0) -> list[tuple[list[int], list[int], list[float]]]:
         """For each request its likeliest nodes, likeliest first: tokens, parents as indices of the same list, scores.
 
         :param counts: how many nodes at most.
+        :param least_chance: less likely ones are left out.
         """
         ids = np.concatenate(self._ids, axis=1)
         scores = np.concatenate(self._scores, axis=1)
@@ -86,7 +93,7 @@ class DraftTree:
         for row, count in enumerate(counts):
             index_of = {-1: -1}
             row_scores = score_rows[row, :count].tolist()
-            count = sum(score > -np.inf for score in row_scores)
+            count = sum(score > -np.inf and math.exp(score) >= least_chance for score in row_scores)
             for index, place in enumerate(order[row, :count].tolist()):
                 index_of[place] = index
             linked = [index_of[parent] for parent in parent_rows[row, :count].tolist()]
