@@ -74,7 +74,8 @@ class Detokenize(Protocol):
 
         Keeps its state in ``request.text_state``. When the request is finished the rest is returned. Text held back:
         the bytes of an unfinished character, and what may become a stop string. A completed stop string sets
-        ``request.stop_reason`` and nothing from its first character on is returned.
+        ``request.stop_reason`` and nothing from its first character on is returned. Called after every token where the
+        request has stop strings, else once for all tokens of a step.
         """
 
 

@@ -359,12 +359,13 @@ class BaselineCommit:
             elif request.num_tokens >= request.max_len:
                 request.finish("length")
             return 1
+        looks_for_stops = request.wants_text and bool(request.sampling.stop)  # at which token one is complete
         for count, token_id in enumerate(token_ids, start=1):
             request.append(token_id)
             if token_id in request.eos_token_ids:
                 request.stop_reason = token_id
                 request.finish("stop")
-            elif request.wants_text:
+            elif looks_for_stops or (request.wants_text and count == len(token_ids)):
                 self._add_text(request)
                 if request.stop_reason is not None:
                     request.finish("stop")

@@ -1,16 +1,21 @@
 """Workloads of the speculation layer: what drafts save, what wrong ones cost, and whether their number is well chosen.
 
-    drafts_edit     texts to be repeated with a small change
-    drafts_chat     short questions
+    drafts_edit     texts to be repeated with a small change, with ``ngram``
+    drafts_chat     short questions, with ``ngram``
+    head1, 8, 32    short questions with the head of ``eagle``, so many at a time
+    head_tokens     tokens per round of the same head with trees
     wrong_drafts    every draft is made wrong: what is lost after the first 100 tokens
     fixed_k         the controller against every fixed number of drafts
+    draft_host      what a round costs beside its forwards
 
-The drafter is ``ngram``, beside the other plugins of the command. Requests run one at a time, all contenders in turn.
+The drafters stand beside the other plugins of the command. All contenders take turns.
 """
 
 from __future__ import annotations
 
+import statistics
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from llmopt.bench.workloads import WORKLOADS as TEXTS
@@ -26,6 +31,7 @@ if TYPE_CHECKING:
     from llmopt.stages import Propose
 
 _FIXED = (1, 2, 4, 8, 16)
+_HOST_DRAFTS = 8
 _MAX_MODEL_LEN = 2048
 
 
@@ -56,25 +62,39 @@ def _requests(setting: Setting, name: str, number: int) -> list[tuple[list[int],
     return [(made.prompt_ids, made.max_new_tokens) for made in batch]
 
 
-def _decode_s(pipe: InferencePipeline, ids: list[int], new: int, skip: int = 0) -> tuple[float, int]:
-    """Seconds, and tokens, of one request after its first ``1 + skip`` tokens."""
+def _batches(setting: Setting, name: str, number: int, size: int) -> list[list[tuple[list[int], int]]]:
+    """The texts of a round, ``size`` at a time."""
+    found: list[tuple[list[int], int]] = []
+    while len(found) < size:
+        found += _requests(setting, name, number + 1000 * len(found))
+    return [found[start : start + size] for start in range(0, len(found) - size + 1, size)]
+
+
+def _decode_s(pipe: InferencePipeline, prompts: list[tuple[list[int], int]], skip: int = 0) -> tuple[float, int]:
+    """Seconds, and tokens, of some requests once each of them has its first ``1 + skip`` tokens."""
     from llmopt.bench.reuse import _request
 
-    made = _request(pipe, ids, new)
+    made = [_request(pipe, ids, new) for ids, new in prompts]
     start, before = 0.0, 0
 
     def on_progress(_: Any) -> None:
         nonlocal start, before
-        if not start and made.num_output_tokens > skip:
-            start, before = time.perf_counter(), made.num_output_tokens
+        if not start and all(one.num_output_tokens > skip for one in made):
+            start, before = time.perf_counter(), sum(one.num_output_tokens for one in made)
 
-    pipe.add(made, on_progress)
-    pipe.wait(lambda: made.is_finished)
-    return time.perf_counter() - start, made.num_output_tokens - before
+    for one in made:
+        pipe.add(one, on_progress)
+    pipe.wait(lambda: all(one.is_finished for one in made))
+    return time.perf_counter() - start, sum(one.num_output_tokens for one in made) - before
 
 
 def _compare(
-    setting: Setting, name: str, pipes: dict[str, InferencePipeline], new: int | None = None, skip: int = 0
+    setting: Setting,
+    name: str,
+    pipes: dict[str, InferencePipeline],
+    new: int | None = None,
+    skip: int = 0,
+    batch: int = 1,
 ) -> dict[str, float]:
     """Tokens per second of each contender, prompts left out; the first round warms up and does not count."""
     spent = dict.fromkeys(pipes, 0.0)
@@ -84,8 +104,8 @@ def _compare(
         setting.on_progress(f"{name} {number}")
         order = list(pipes.items())
         for contender, pipe in order if number % 2 else reversed(order):
-            for ids, length in _requests(setting, name, number):
-                seconds, count = _decode_s(pipe, ids, new or length, skip)
+            for prompts in _batches(setting, name, number, batch):
+                seconds, count = _decode_s(pipe, [(ids, new or length) for ids, length in prompts], skip)
                 if number:
                     spent[contender] += seconds
                     tokens[contender] += count
@@ -99,15 +119,11 @@ def _result(
     from llmopt.bench.reuse import ReuseResult
 
     ratio = rates[of] / rates[base]
-    rows: list[tuple[str, dict[str, float | str]]] = [
-        (contender, {"tokens/s": round(rate, 1), f"x {base}": round(rate / rates[base], 3)})
-        for contender, rate in rates.items()
-    ]
-    return ReuseResult(name, title, setting.judge(text, f"{ratio:.3f}", ratio >= wanted), rows)
+    return ReuseResult(name, title, setting.judge(text, f"{ratio:.3f}", ratio >= wanted), _rows(rates, base))
 
 
 def _drafts(setting: Setting, name: str, text: str, wanted: float) -> ReuseResult:
-    pipes = {"plain": _plain(setting), "ngram": _with(setting)}
+    pipes = {"plain": _plain(setting), "ngram": _with(setting, "ngram")}
     rates = _compare(setting, text, pipes)
     title = f"{TEXTS[text].summary}, decode only"
     return _result(setting, name, title, rates, wanted, "plain", "ngram", f"ngram at least {wanted:g} times as fast")
@@ -123,13 +139,59 @@ def drafts_chat(setting: Setting) -> ReuseResult:
     return _drafts(setting, "drafts_chat", "chat", 0.98)
 
 
+def _head(setting: Setting, batch: int, wanted: float) -> ReuseResult:
+    pipes = {"plain": _plain(setting), "eagle": _with(setting, "eagle")}
+    rates = _compare(setting, "chat", pipes, batch=batch)
+    title = f"{TEXTS['chat'].summary}, {batch} at a time, decode only"
+    text = f"eagle at least {wanted:g} times as fast"
+    return _result(setting, f"head{batch}", title, rates, wanted, "plain", "eagle", text)
+
+
+def head1(setting: Setting) -> ReuseResult:
+    """A head, one request at a time."""
+    return _head(setting, 1, 1.3)
+
+
+def head8(setting: Setting) -> ReuseResult:
+    """A head, eight requests at a time."""
+    return _head(setting, 8, 1.1)
+
+
+def head32(setting: Setting) -> ReuseResult:
+    """A head, 32 requests at a time."""
+    return _head(setting, 32, 0.98)
+
+
+def head_tokens(setting: Setting) -> ReuseResult:
+    """Tokens per round of a head, by the size of its trees."""
+    from llmopt.bench.reuse import ReuseResult
+
+    rows: list[tuple[str, dict[str, float | str]]] = []
+    best = 0.0
+    for count in (2, 4, 8, 12):
+        pipe = _with(setting, "eagle", num_draft=count, fixed=count)
+        for number in range(1 if setting.quick else 2):
+            setting.on_progress(f"trees of {count} {number}")
+            for prompts in _batches(setting, "chat", number, 1):
+                _decode_s(pipe, prompts)
+        found = pipe.stats()["propose.eagle"]["tokens_per_round"]
+        best = max(best, found)
+        rows.append((f"trees of {count}", {"tokens per round": round(found, 2)}))
+    target = setting.judge("at least 1.9 tokens per round with a tree", f"{best:.2f}", best >= 1.9, at_any_size=True)
+    return ReuseResult("head_tokens", f"{TEXTS['chat'].summary}: tokens per round", target, rows)
+
+
 def wrong_drafts(setting: Setting) -> ReuseResult:
-    """What is lost when every draft is wrong."""
-    pipes = {"plain": _plain(setting), "wrong": _with(setting, Spoiled())}
+    """What is lost when every draft is wrong, with each drafter that needs nothing of its own."""
+    from llmopt.bench.reuse import ReuseResult
+
+    pipes = {"plain": _plain(setting), **{name: _with(setting, name, Spoiled()) for name in _drafters(setting)}}
     skip, new = (20, 60) if setting.quick else (100, 300)
     rates = _compare(setting, "edit", pipes, new, skip)
-    title = f"drafts that are wrong, after {skip} tokens"
-    return _result(setting, "wrong_drafts", title, rates, 0.97, "plain", "wrong", "at least 0.97 times as fast")
+    worst = min((name for name in rates if name != "plain"), key=rates.__getitem__)
+    share = rates[worst] / rates["plain"]
+    target = setting.judge("at least 0.97 times as fast", f"{share:.3f} with {worst}", share >= 0.97)
+    return ReuseResult("wrong_drafts", f"drafts that are wrong, after {skip} tokens", target, _rows(rates, "plain"))
 
 
 def fixed_k(setting: Setting) -> ReuseResult:
@@ -137,25 +199,133 @@ def fixed_k(setting: Setting) -> ReuseResult:
     from llmopt.bench.reuse import ReuseResult
 
     rows: list[tuple[str, dict[str, float | str]]] = []
-    pipes = {"auto": _with(setting), **{f"k={k}": _with(setting, num_draft=k) for k in _FIXED}, "off": _plain(setting)}
     worst, found = float("inf"), []
-    for text in ("edit", "chat"):
+    for drafter, text in (("ngram", "edit"), ("ngram", "chat"), *[("eagle", "chat")] * ("eagle" in _drafters(setting))):
+        always = {"ngram": ("num_draft",), "eagle": ("num_draft", "fixed")}[drafter]
+        pipes = {"auto": _with(setting, drafter), "off": _plain(setting)}
+        pipes |= {f"k={k}": _with(setting, drafter, **dict.fromkeys(always, k)) for k in _FIXED}
         rates = _compare(setting, text, pipes)
-        best = max((name for name in rates if name != "auto"), key=lambda name: rates[name])
+        best = max((name for name in rates if name != "auto"), key=rates.__getitem__)
         share = rates["auto"] / rates[best]
         worst = min(worst, share)
-        found.append(f"{text}: {share:.3f} of {best}")
-        rows += [(f"{text}, {name}", {"tokens/s": round(rate, 1)}) for name, rate in rates.items()]
+        found.append(f"{drafter} on {text}: {share:.3f} of {best}")
+        rows += [(f"{drafter}, {text}, {name}", row) for name, row in _rows(rates, "off")]
     target = setting.judge("at least 0.97 of the best fixed number of drafts", ", ".join(found), worst >= 0.97)
     return ReuseResult("fixed_k", "drafts by the controller, and fixed numbers of them", target, rows)
+
+
+def draft_host(setting: Setting) -> ReuseResult:
+    """What a round costs beside the forwards, over what a step without drafts costs there."""
+    from llmopt.bench.reuse import ReuseResult
+    from llmopt.testing.drafters import ScriptedDrafter, trees
+
+    rows: list[tuple[str, dict[str, float | str]]] = []
+    alone = 0.0
+    for batch in (1, 8):
+        (prompts,) = _batches(setting, "chat", 0, batch)[:1]
+        plain = _plain(setting)
+        answers = {tuple(ids): out for (ids, _), out in zip(prompts, _outputs(plain, prompts), strict=True)}
+        drafted = setting.build(
+            ScriptedDrafter(trees(answers, setting.vocab_size), _HOST_DRAFTS), max_model_len=_MAX_MODEL_LEN
+        )
+        own = {}
+        for name, pipe in (("plain", plain), ("trees", drafted)):
+            setting.on_progress(f"{batch} rows, {name}")
+            clock = _HostClock(pipe)
+            for _ in range(3):
+                _decode_s(pipe, prompts)
+            own[name] = clock.close()
+            rows.append((f"{batch} at a time, {name}", {"host ms": round(1e3 * own[name], 3)}))
+        over = own["trees"] - own["plain"]
+        alone = alone or over
+        rows.append((f"{batch} at a time, over plain", {"host ms": round(1e3 * over, 3)}))
+    target = setting.judge("under 0.3 ms for one request", f"{1e3 * alone:.2f} ms", alone < 3e-4, at_any_size=True)
+    return ReuseResult(
+        "draft_host", f"median host time of a step, without forwards; trees of {_HOST_DRAFTS}", target, rows
+    )
+
+
+class _HostClock:
+    """Takes the time of a pipeline's decode steps outside of `execute` and `propose`.
+
+    Guesses are given here, so that what remains is what every drafter meets: the batch with drafts, sampling, moving
+    the KV of accepted paths, and the commit.
+    """
+
+    def __init__(self, pipe: InferencePipeline) -> None:
+        self.pipe = pipe
+        self._kept = {name: getattr(pipe, name) for name in ("step", "execute", "propose")}
+        self._inside = 0.0
+        self._steps: list[float] = []
+        pipe.step = self._step  # type: ignore[method-assign]
+        pipe.execute = self._outside("execute")
+        pipe.propose = self._outside("propose")
+
+    def _outside(self, name: str) -> Any:
+        stage = self._kept[name]
+
+        def timed(*arguments: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return stage(*arguments)
+            finally:
+                self._inside += time.perf_counter() - start
+
+        return timed
+
+    def _step(self) -> Any:
+        start, self._inside = time.perf_counter(), 0.0
+        output = self._kept["step"]()
+        if not output.finished:
+            self._steps.append(time.perf_counter() - start - self._inside)
+        return output
+
+    def close(self) -> float:
+        """Put everything back; the median of the steps."""
+        del self.pipe.step
+        self.pipe.execute, self.pipe.propose = self._kept["execute"], self._kept["propose"]
+        return statistics.median(self._steps)
+
+
+def _outputs(pipe: InferencePipeline, prompts: list[tuple[list[int], int]]) -> list[list[int]]:
+    from llmopt.bench.reuse import _request
+
+    made = [_request(pipe, ids, new) for ids, new in prompts]
+    pipe.run(made)
+    return [list(one.output_ids) for one in made]
+
+
+def _rows(rates: dict[str, float], base: str) -> list[tuple[str, dict[str, float | str]]]:
+    return [
+        (name, {"tokens/s": round(rate, 1), f"x {base}": round(rate / rates[base], 3)}) for name, rate in rates.items()
+    ]
+
+
+def _drafters(setting: Setting) -> list[str]:
+    """Drafters that need nothing but the model."""
+    from llmopt.errors import PluginUnavailableError
+
+    try:
+        _with(setting, "eagle").close()
+    except PluginUnavailableError:
+        return ["ngram"]
+    return ["ngram", "eagle"]
 
 
 def _plain(setting: Setting) -> InferencePipeline:
     return setting.build(max_model_len=_MAX_MODEL_LEN)
 
 
-def _with(setting: Setting, *others: Any, **options: Any) -> InferencePipeline:
+def _with(setting: Setting, drafter: str, *others: Any, **options: Any) -> InferencePipeline:
     from llmopt.plugin_search import make_plugin
 
-    plugin = make_plugin("ngram", {**setting.plugins.get("ngram", {}), **options})
+    plugin = make_plugin(drafter, {**setting.plugins.get(drafter, {}), **options})
     return setting.build(plugin, *others, max_model_len=_MAX_MODEL_LEN)
+
+
+WORKLOADS: dict[str, Callable[[Setting], ReuseResult]] = {
+    work.__name__: work
+    for work in (
+        drafts_edit, drafts_chat, head1, head8, head32, head_tokens, wrong_drafts, fixed_k, draft_host,
+    )
+}  # fmt: skip

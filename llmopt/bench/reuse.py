@@ -39,6 +39,7 @@ OWN_PLUGINS = (
     "kv_offload",
     "kv_quant",
     "ngram",
+    "eagle",
 )  # compared here; others stand in all pipelines
 
 
@@ -461,8 +462,5 @@ WORKLOADS: dict[str, Callable[[Setting], ReuseResult]] = {
     "churn": _churn,
     "kv_bytes": _kv_bytes,
     "offload": _offload,
-    "drafts_edit": drafting.drafts_edit,
-    "drafts_chat": drafting.drafts_chat,
-    "wrong_drafts": drafting.wrong_drafts,
-    "fixed_k": drafting.fixed_k,
+    **drafting.WORKLOADS,
 }

@@ -23,8 +23,9 @@ GROUPS = {  # short names for several workloads
     "text": ("chat", "chat8", "document", "prefix", "edit", "ragged"),
     "arrivals": ("arrivals50", "arrivals80", "arrivals95"),
     "reuse": ("shared", "no_hits", "turns", "crowd", "churn", "kv_bytes", "offload"),
+    "head": ("head1", "head8", "head32", "head_tokens"),
 }
-GROUPS["drafts"] = ("drafts_edit", "drafts_chat", "wrong_drafts", "fixed_k")
+GROUPS["drafts"] = ("drafts_edit", "drafts_chat", *GROUPS["head"], "wrong_drafts", "fixed_k", "draft_host")
 GROUPS["targets"] = (
     "stall",
     *GROUPS["arrivals"],
