@@ -333,10 +333,10 @@ def test_a_work_folder_of_another_training_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.model
 @pytest.mark.slow
-def test_twenty_thousand_tokens_teach_a_head_for_the_demo_model_something(tmp_path: Path) -> None:
+def test_eight_thousand_tokens_teach_a_head_for_the_demo_model_something(tmp_path: Path) -> None:
     model, tokenizer = llmopt.load("demo", dtype="bfloat16")
     settings = Settings(
-        model="demo", budget_minutes=10.0, depth=2, max_prompts=230, num_held_out=16, max_new_tokens=96, max_epochs=1
+        model="demo", budget_minutes=240.0, depth=2, max_prompts=88, num_held_out=8, max_new_tokens=96, max_epochs=2
     )
     outcome = Session(settings, tmp_path / "work", model, tokenizer).run(tmp_path / "out", force=True)
     assert default_taps(30) == (2, 15, 27)
