@@ -40,6 +40,8 @@ _GUARD_DEVIATIONS = 1.5  # standard deviations
 _GUARD_WAIT = 64  # steps until the first probe after that
 _REFRESH = 16  # rounds for which predicted times are good; fewer at first
 _RATE = 0.1
+_FIRST_TIMES = 3  # of drafting: the least counts, because the first one finds nothing ready
+_LARGEST_SURPRISE = 2.0  # a draft that took longer than this factor says counts as one that took so long
 
 
 @dataclass(slots=True)
@@ -318,7 +320,10 @@ class Goodput:
         if num_asked and expected > 0.0:
             ratio = min(max(seconds / expected, 0.02), 50.0)
             self._num_timed += 1
-            self._draft_ratio += max(_RATE, 1.0 / (1 + self._num_timed)) * (ratio - self._draft_ratio)
+            if self._num_timed <= _FIRST_TIMES:
+                self._draft_ratio = ratio if self._num_timed == 1 else min(ratio, self._draft_ratio)
+            else:
+                self._draft_ratio += _RATE * (min(ratio, _LARGEST_SURPRISE * self._draft_ratio) - self._draft_ratio)
 
     # -- after the step -----------------------------------------------------------------------------------------------
     @property

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 _NOTHING = torch.empty(0)
 _MAX_PENDING = 512  # pairs that wait for the next draft; from more on they are shown to the head at once
+_FIRST_ROUNDS = 3
 _IDLE_STEPS = 64  # steps without a draft after which nothing is shown to the head before it drafts again
 
 
@@ -250,7 +251,10 @@ class EagleDrafter:
 
     def _measure(self, seconds: float, num_levels: int, depth: int) -> None:
         level_s = seconds / num_levels
-        self._level_s = level_s if not self._level_s else 0.9 * self._level_s + 0.1 * level_s
+        if self._counts["num_rounds"] < _FIRST_ROUNDS:  # the first ones find nothing ready
+            self._level_s = min(level_s, self._level_s or level_s)
+        else:
+            self._level_s += 0.1 * (min(level_s, 2.0 * self._level_s) - self._level_s)
         self._share_of_levels += 0.1 * (num_levels / depth - self._share_of_levels)
 
     def stats(self) -> dict[str, Any]:
