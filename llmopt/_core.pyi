@@ -454,6 +454,16 @@ class Decoder:
     def profile(self) -> dict[str, float]:
         """Seconds per phase since `is_profiling` was switched on."""
 
+class FeatureRows:
+    """Hidden states of some tokens, copied out of a step's memory."""
+
+    def __init__(
+        self, hidden_address: int, num_tokens: int, num_layers: int, size: int, rows: list[int], taps: list[int]
+    ) -> None:
+        """Layers ``taps`` of the tokens ``rows`` of float32 [num_tokens, num_layers, size]. IndexError: not there."""
+
+    def __len__(self) -> int: ...
+
 class TreeSearch:
     """Draft trees of several requests, grown on a decoder that drafts. Not safe for two callers at once."""
 
@@ -469,7 +479,7 @@ class TreeSearch:
         lengths: list[int],
         token_ids: list[int],
         positions: list[int],
-        features_address: int,
+        features: list[FeatureRows],
         block_size: int,
         width: int,
         depth: int,

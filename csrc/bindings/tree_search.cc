@@ -22,14 +22,14 @@ using Nodes = std::tuple<std::vector<int64_t>, std::vector<int64_t>, std::vector
 
 std::vector<Nodes> run(TreeSearch& self, std::vector<std::vector<int32_t>> block_tables, std::vector<int64_t> num_pairs,
                        std::vector<int64_t> lengths, std::vector<int64_t> token_ids, std::vector<int64_t> positions,
-                       uintptr_t features, int block_size, int width, int depth, std::vector<int64_t> counts,
-                       double least_gain, double least_chance) {
+                       std::vector<const FeatureRows*> features, int block_size, int width, int depth,
+                       std::vector<int64_t> counts, double least_gain, double least_chance) {
   TreeSearchInputs inputs{std::move(block_tables),
                           std::move(num_pairs),
                           std::move(lengths),
                           std::move(token_ids),
                           std::move(positions),
-                          pointer<const float>(features),
+                          std::move(features),
                           block_size,
                           width,
                           depth,
@@ -52,11 +52,19 @@ std::vector<Nodes> run(TreeSearch& self, std::vector<std::vector<int32_t>> block
 }  // namespace
 
 void bind_tree_search(nb::module_& m) {
+  nb::class_<FeatureRows>(m, "FeatureRows")
+      .def(
+          "__init__",
+          [](FeatureRows* self, uintptr_t hidden, int64_t num_tokens, int64_t num_layers, int64_t size,
+             const std::vector<int64_t>& rows, const std::vector<int64_t>& taps) {
+            new (self) FeatureRows(pointer<const float>(hidden), num_tokens, num_layers, size, rows, taps);
+          },
+          "hidden_address"_a, "num_tokens"_a, "num_layers"_a, "size"_a, "rows"_a, "taps"_a)
+      .def("__len__", [](const FeatureRows& self) { return self.num_rows; });
   nb::class_<TreeSearch>(m, "TreeSearch")
       .def(nb::init<Decoder&, std::vector<int64_t>>(), "decoder"_a, "target_ids"_a, nb::keep_alive<1, 2>())
-      .def("run", &run, "block_tables"_a, "num_pairs"_a, "lengths"_a, "token_ids"_a, "positions"_a,
-           "features_address"_a, "block_size"_a, "width"_a, "depth"_a, "counts"_a, "least_gain"_a = 0.0,
-           "least_chance"_a = 0.0)
+      .def("run", &run, "block_tables"_a, "num_pairs"_a, "lengths"_a, "token_ids"_a, "positions"_a, "features"_a,
+           "block_size"_a, "width"_a, "depth"_a, "counts"_a, "least_gain"_a = 0.0, "least_chance"_a = 0.0)
       .def_prop_ro("num_levels", &TreeSearch::num_levels);
 }
 

@@ -45,6 +45,22 @@ void choose_best(const std::vector<float>& scores, size_t count, std::vector<int
 
 }  // namespace
 
+FeatureRows::FeatureRows(const float* hidden, int64_t num_tokens, int64_t num_layers, int64_t size,
+                         std::span<const int64_t> rows, std::span<const int64_t> taps)
+    : num_rows(static_cast<int64_t>(rows.size())) {
+  values.reserve(rows.size() * taps.size() * size);
+  for (const int64_t row : rows) {
+    for (const int64_t tap : taps) {
+      if (row < 0 || row >= num_tokens || tap < 0 || tap >= num_layers) {
+        throw std::out_of_range("layer " + std::to_string(tap) + " of token " + std::to_string(row) + ": there are " +
+                                std::to_string(num_layers) + " layers and " + std::to_string(num_tokens) + " tokens.");
+      }
+      const float* first = hidden + (row * num_layers + tap) * size;
+      values.insert(values.end(), first, first + size);
+    }
+  }
+}
+
 class TreeSearch::Impl {
  public:
   Impl(Decoder& decoder, std::vector<int64_t> target_ids) : decoder_(decoder), target_ids_(std::move(target_ids)) {
@@ -60,8 +76,14 @@ class TreeSearch::Impl {
     if (trees_.size() < inputs.lengths.size()) trees_.resize(inputs.lengths.size());
     for (int r = 0; r < num_requests_; ++r) trees_[r].pool.clear();
     lay_tables(inputs);
+    gather_features(inputs);
+    num_levels_ = 0;
+    if (inputs.depth == 0) {
+      forward(inputs);
+      return std::vector<DraftTreeNodes>(num_requests_);
+    }
     double before = num_requests_;
-    for (num_levels_ = 0; num_levels_ < inputs.depth;) {
+    while (num_levels_ < inputs.depth) {
       forward(inputs);
       const double mass = grow(inputs);
       ++num_levels_;
@@ -81,10 +103,11 @@ class TreeSearch::Impl {
     if (inputs.block_tables.size() != count || inputs.num_pairs.size() != count || inputs.counts.size() != count) {
       throw std::invalid_argument("block_tables, num_pairs, lengths and counts have one entry per request.");
     }
-    if (inputs.width < 1 || inputs.depth < 1 || inputs.width * (inputs.depth - 1) > kMaxDrafts) {
-      throw std::invalid_argument(
-          "width " + std::to_string(inputs.width) + " and depth " + std::to_string(inputs.depth) +
-          ": both are at least 1, and width * (depth - 1) at most " + std::to_string(kMaxDrafts) + ".");
+    if (inputs.width < 1 || inputs.depth < 0 || inputs.width * (inputs.depth - 1) > kMaxDrafts) {
+      throw std::invalid_argument("width " + std::to_string(inputs.width) + " and depth " +
+                                  std::to_string(inputs.depth) +
+                                  ": width is at least 1, depth at least 0, and width * (depth - 1) at most " +
+                                  std::to_string(kMaxDrafts) + ".");
     }
     if (inputs.block_size < 1) throw std::invalid_argument("block_size is at least 1.");
     int64_t total = 0;
@@ -95,7 +118,8 @@ class TreeSearch::Impl {
                                     " before them: it needs a new one.");
       }
       total += inputs.lengths[r];
-      const int64_t needed = inputs.num_pairs[r] + inputs.lengths[r] + int64_t{inputs.width} * (inputs.depth - 1);
+      const int64_t needed =
+          inputs.num_pairs[r] + inputs.lengths[r] + int64_t{inputs.width} * std::max(inputs.depth - 1, 0);
       if (needed > static_cast<int64_t>(inputs.block_tables[r].size()) * inputs.block_size) {
         throw std::invalid_argument(
             "request " + std::to_string(r) + " has " + std::to_string(inputs.block_tables[r].size()) + " blocks of " +
@@ -114,6 +138,25 @@ class TreeSearch::Impl {
     tables_.assign(max_blocks_ * num_requests_, 0);
     for (int r = 0; r < num_requests_; ++r) {
       std::ranges::copy(inputs.block_tables[r], tables_.begin() + static_cast<int64_t>(r * max_blocks_));
+    }
+  }
+
+  void gather_features(const TreeSearchInputs& inputs) {
+    const DraftFront& front = decoder_.spec().draft;
+    const int64_t hidden = decoder_.spec().hidden_size;
+    const int64_t width = front.kind == DraftFront::Kind::kSplit ? front.fc.weight.shape.num_inputs : hidden;
+    features_.clear();
+    for (const FeatureRows* piece : inputs.features) {
+      if (static_cast<int64_t>(piece->values.size()) != piece->num_rows * width) {
+        throw std::invalid_argument(std::to_string(piece->values.size()) + " features for " +
+                                    std::to_string(piece->num_rows) + " pairs, the head reads " +
+                                    std::to_string(width) + " of each.");
+      }
+      features_.insert(features_.end(), piece->values.begin(), piece->values.end());
+    }
+    if (features_.size() != inputs.token_ids.size() * width) {
+      throw std::invalid_argument("features for " + std::to_string(static_cast<int64_t>(features_.size()) / width) +
+                                  " pairs, there are " + std::to_string(inputs.token_ids.size()) + ".");
     }
   }
 
@@ -144,7 +187,7 @@ class TreeSearch::Impl {
       if (is_first) {
         for (int64_t i = 0; i < inputs.lengths[r]; ++i) slots_.push_back(slot(inputs, r, inputs.num_pairs[r] + i));
         seq_lens_[r] = static_cast<int32_t>(end);
-        indices_.push_back(pair + inputs.lengths[r] - 1);
+        if (inputs.depth > 0) indices_.push_back(pair + inputs.lengths[r] - 1);
       } else {
         const Tree& tree = trees_[r];
         const int64_t first = end + int64_t{num_levels_ - 1} * inputs.width;
@@ -183,12 +226,14 @@ class TreeSearch::Impl {
     given.token_ids = is_first ? std::span<const int64_t>(inputs.token_ids) : token_ids_;
     given.positions = is_first ? std::span<const int64_t>(inputs.positions) : positions_;
     given.logits_indices = indices_;
-    given.features = is_first ? inputs.features : nullptr;
+    given.features = is_first ? features_.data() : nullptr;
     given.states = is_first ? nullptr : gathered_.data();
-    given.states_out = states_out_.data();
-    given.top = inputs.width;
-    given.top_ids = top_ids_.data();
-    given.top_log_probs = log_probs_.data();
+    if (inputs.depth > 0) {
+      given.states_out = states_out_.data();
+      given.top = inputs.width;
+      given.top_ids = top_ids_.data();
+      given.top_log_probs = log_probs_.data();
+    }
     decoder_.step(given, plan_);
   }
 
@@ -253,7 +298,7 @@ class TreeSearch::Impl {
   std::vector<int32_t> tables_, seq_lens_, cu_seqlens_, num_drafts_, top_ids_;
   std::vector<int64_t> slots_, indices_, token_ids_, positions_;
   std::vector<uint64_t> masks_;
-  std::vector<float> states_in_, states_out_, gathered_, log_probs_, scores_;
+  std::vector<float> features_, states_in_, states_out_, gathered_, log_probs_, scores_;
   std::vector<int> chosen_, place_of_;
   std::vector<Forwarded> next_;
 };

@@ -13,6 +13,17 @@ namespace llmopt {
 
 class Decoder;
 
+// Hidden states of a target, copied out of a step's memory.
+struct FeatureRows {
+  // hidden: [num_tokens, num_layers, size] float32. Keeps the layers `taps` of the tokens `rows`, in their order.
+  // Throws std::out_of_range where there is no such token or layer.
+  FeatureRows(const float* hidden, int64_t num_tokens, int64_t num_layers, int64_t size, std::span<const int64_t> rows,
+              std::span<const int64_t> taps);
+
+  int64_t num_rows;
+  std::vector<float> values;  // [num_rows, number of taps * size]
+};
+
 // What the head is shown first: the pairs (hidden states, next token) of each request that it has not seen, at least
 // one of each, which it stores behind those it has.
 struct TreeSearchInputs {
@@ -21,10 +32,10 @@ struct TreeSearchInputs {
   std::vector<int64_t> lengths;                    // [R] new pairs
   std::vector<int64_t> token_ids;                  // [sum of lengths]
   std::vector<int64_t> positions;                  // [sum of lengths] of the hidden states
-  const float* features = nullptr;                 // [sum of lengths, hidden, or as wide as fc]
+  std::vector<const FeatureRows*> features;        // of all pairs, in any number of pieces
   int block_size = 0;
   int width = 0;                // nodes that go on at each level
-  int depth = 0;                // levels at most, each one forward of the head
+  int depth = 0;                // levels at most, each one forward of the head; 0: the pairs are only stored
   std::vector<int64_t> counts;  // [R] nodes at most
   // No further level is made that would bring fewer tokens than this, over all requests. With a level's nodes as
   // likely as the last one's were for theirs, it brings m * m / n: m the chances of the nodes that go on, n of those

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -210,12 +211,16 @@ def test_the_likeliest_nodes_are_a_tree_however_many_are_taken() -> None:
             assert len(set(zip(parents, ids, strict=True))) == count
 
 
-def pairs_of(head: Any, lengths: list[int], num_pairs: list[int], seed: int = 0) -> Pairs:
+def pairs_of(run: Any, head: Any, lengths: list[int], num_pairs: list[int], seed: int = 0) -> Pairs:
     random = np.random.default_rng(seed)
     total = sum(lengths)
     tables = random.permutation(16)[: 5 * len(lengths)].reshape(len(lengths), 5).tolist()
     positions = [p for n, before in zip(lengths, num_pairs, strict=True) for p in range(before, before + n)]
-    features = torch.from_numpy(random.standard_normal((total, num_taps(head), 64), dtype=np.float32))
+    hidden = torch.from_numpy(random.standard_normal((total, 4, 64), dtype=np.float32))
+    taps = random.permutation(4)[: num_taps(head)].tolist()
+    rows = random.permutation(total).tolist()
+    features = [run.keep(hidden, rows[:2], taps), run.keep(hidden, rows[2:], taps)]
+    assert sum(map(len, features)) == total
     return Pairs(tables, num_pairs, lengths, random.integers(0, 512, total).tolist(), positions, features)
 
 
@@ -225,12 +230,14 @@ def pairs_of(head: Any, lengths: list[int], num_pairs: list[int], seed: int = 0)
 def test_the_search_in_cpp_finds_the_trees_of_the_one_in_python(
     layout: str, width: int, depth: int, tmp_path: Path
 ) -> None:
-    head = in_cpp(read(write_head(tmp_path, layout)), 2)
+    head = read(write_head(tmp_path, layout))
+    run = in_cpp(head, 2)
+    in_pieces = SimpleNamespace(keep=lambda hidden, rows, taps: hidden[rows][:, taps])
     for seed, least in enumerate([(0.0, 0.0), (0.05, 0.01), (0.0, 0.02), (9.0, 0.0)]):
-        pairs = pairs_of(read(write_head(tmp_path, layout)), [5, 1, 8], [0, 2, 0], seed)
+        given = [5, 1, 8], [0, 2, 0], seed
         growth = Growth(width, depth, [7, 2, 40], *least)
-        expected, num_levels = search_levels(head, pairs, growth, 4)
-        found, found_levels = head.search(pairs, growth)
+        expected, num_levels = search_levels(run, pairs_of(in_pieces, head, *given), growth, 4)
+        found, found_levels = run.search(pairs_of(run, head, *given), growth)
         assert found_levels == num_levels
         assert num_levels == 1 if least[0] == 9.0 else num_levels <= depth
         for tree, other in zip(found, expected, strict=True):
@@ -247,26 +254,57 @@ def test_the_search_in_cpp_finds_the_trees_of_the_one_in_python(
         ({"num_pairs": [0]}, "one entry per request"),
         ({"token_ids": [1]}, "one entry per new pair"),
         ({"block_tables": [[1, 2, 3, 4, 5], [6]]}, "needs room for 12 places"),
+        ({"features": []}, "features for 0 pairs, there are 6"),
         ({"token_ids": [1, 2, 3, 512, 4, 5]}, r"token_ids\[3\] is 512"),
     ],
 )
 def test_the_search_in_cpp_refuses_what_does_not_fit(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     head = read(write_head(tmp_path, "eagle3_specforge"))
-    pairs = replace(pairs_of(head, [5, 1], [0, 2]), **changes)
+    run = in_cpp(head)
+    pairs = replace(pairs_of(run, head, [5, 1], [0, 2]), **changes)
     with pytest.raises((ValueError, IndexError), match=message):
-        in_cpp(head).search(pairs, Growth(3, 4, [4, 4]))
+        run.search(pairs, Growth(3, 4, [4, 4]))
+
+
+@pytest.mark.native
+def test_rows_that_are_not_there_are_no_features(tmp_path: Path) -> None:
+    run = in_cpp(read(write_head(tmp_path, "eagle3_specforge")))
+    for rows, taps in (([0, 5], [0]), ([-1], [0]), ([0], [2])):
+        with pytest.raises(IndexError, match="there are 2 layers and 5 tokens"):
+            run.keep(torch.zeros(5, 2, 64), rows, taps)
+
+
+@pytest.mark.native
+def test_pairs_that_are_only_stored_are_seen_by_the_next_search(tmp_path: Path) -> None:
+    head = read(write_head(tmp_path, "eagle3_specforge"))
+    for make in (in_torch, in_cpp):
+        run = make(head)
+        pairs = pairs_of(run, head, [9], [0])
+        expected, _ = run.search(pairs, Growth(2, 3, [6]))
+        split = make(head)
+        first = replace(pairs_of(split, head, [9], [0]), lengths=[2])
+        rest = replace(first, lengths=[7], num_pairs=[2])
+        for part, begin, end in ((first, 0, 2), (rest, 2, 9)):
+            part.token_ids, part.positions = part.token_ids[begin:end], part.positions[begin:end]
+        first.features, rest.features = first.features[:1], rest.features[1:]
+        assert split.search(first, Growth(1, 0, [0])) == ([([], [], [])], 0)
+        found, _ = split.search(rest, Growth(2, 3, [6]))
+        assert found[0][:2] == expected[0][:2]
+        assert found[0][2] == pytest.approx(expected[0][2], abs=1e-4)
 
 
 def test_no_level_is_made_that_brings_less_than_it_must(tmp_path: Path) -> None:
     head = read(write_head(tmp_path, "eagle3_specforge"))
-    run, pairs = in_torch(head), pairs_of(head, [5, 3], [0, 0])
+    run = in_torch(head)
+    pairs = pairs_of(run, head, [5, 3], [0, 0])
     levels = [run.search(pairs, Growth(2, 4, [9, 9], least_gain=least))[1] for least in (0.0, 1e-3, 10.0)]
     assert levels[0] == 4 >= levels[1] >= levels[2] == 1
 
 
 def test_nodes_below_the_least_chance_are_left_out(tmp_path: Path) -> None:
     head = read(write_head(tmp_path, "eagle3_specforge"))
-    run, pairs = in_torch(head), pairs_of(head, [5, 3], [0, 0])
+    run = in_torch(head)
+    pairs = pairs_of(run, head, [5, 3], [0, 0])
     (everything, _), _ = run.search(pairs, Growth(2, 3, [9, 9]))
     least = float(np.exp(everything[2][3])) * 1.0001
     (some, _), _ = run.search(pairs, Growth(2, 3, [9, 9], least_chance=least))

@@ -23,14 +23,13 @@ from torch import Tensor
 
 from llmopt_plugins.speculation.drafter import Draft
 from llmopt_plugins.speculation.eagle.level import RunHead
-from llmopt_plugins.speculation.eagle.search import Growth, Pairs, first_level
+from llmopt_plugins.speculation.eagle.search import Growth, Pairs
 
 if TYPE_CHECKING:
     from llmopt.batch import AcceptedTokens, Batch
     from llmopt.block_pool import BlockPool
     from llmopt.request import Request
 
-_NOTHING = torch.empty(0)
 _MAX_PENDING = 512  # pairs that wait for the next draft; from more on they are shown to the head at once
 _FIRST_ROUNDS = 3
 _IDLE_STEPS = 64  # steps without a draft after which nothing is shown to the head before it drafts again
@@ -44,7 +43,7 @@ class _Seen:
     num_pairs: int = 0  # places with true pairs
     last: int = -1  # position of the newest pair, shown or waiting
     positions: list[int] = field(default_factory=list)  # of pairs that wait
-    features: list[Tensor] = field(default_factory=list)  # of the same, [n, taps, hidden] each
+    features: list[Any] = field(default_factory=list)  # of the same, in pieces: see `RunHead.keep`
     expected: float = 0.0  # tokens of its draft that the head's chances promise to be accepted
 
 
@@ -85,8 +84,7 @@ class EagleDrafter:
 
     def read(self, taps: Sequence[int]) -> None:
         """Take other hidden states than so far: places among those of a batch."""
-        self.taps = torch.tensor(list(taps))
-        self._are_in_order = list(taps) == list(range(len(taps)))  # so that they may be all that a batch shows
+        self.taps = list(taps)
 
     def allow_trees(self, allowed: bool) -> None:
         """Draft chains only, or trees where the width is more than one."""
@@ -138,8 +136,7 @@ class EagleDrafter:
 
     def _waiting(self, requests: list[Request]) -> Pairs:
         """The pairs that wait. They count as shown from now on."""
-        pairs = Pairs([], [], [], [], [], _NOTHING)
-        features: list[Tensor] = []
+        pairs = Pairs([], [], [], [], [], [])
         for request in requests:
             seen = self._seen[request]
             pairs.block_tables.append(seen.block_table)
@@ -147,10 +144,9 @@ class EagleDrafter:
             pairs.lengths.append(len(seen.positions))
             pairs.token_ids += [int(request.token_ids[position + 1]) for position in seen.positions]
             pairs.positions += seen.positions
-            features += seen.features
+            pairs.features += seen.features
             seen.num_pairs += len(seen.positions)
             seen.positions, seen.features, seen.expected = [], [], 0.0
-        pairs.features = features[0] if len(features) == 1 else torch.cat(features)
         self._counts["num_pairs"] += len(pairs.positions)
         return pairs
 
@@ -210,9 +206,7 @@ class EagleDrafter:
         """Too many pairs wait: show them, or drop the older ones while nobody drafts anyway."""
         if self._num_idle < _IDLE_STEPS:
             if self._reserve(seen, 0):
-                pairs = self._waiting([request])
-                level = first_level(pairs, self.pool.block_size, wants_followers=False)
-                self.head(level, pairs.features, 0, are_features=True)
+                self.head.search(self._waiting([request]), Growth(1, 0, [0]))
             return
         while len(seen.features) > 1 and len(seen.positions) - len(seen.features[0]) >= _MAX_PENDING // 4:
             del seen.positions[: len(seen.features.pop(0))]
@@ -230,12 +224,9 @@ class EagleDrafter:
                     self._take(seen, hidden, [row], position)
 
     def _take(self, seen: _Seen, hidden: Tensor, tokens: Sequence[int], position: int) -> None:
-        first, count = tokens[0], len(tokens)
-        rows = hidden[first : first + count] if tokens[-1] - first == count - 1 else hidden[list(tokens)]
-        is_all = self._are_in_order and rows.shape[1] == len(self.taps)
-        seen.features.append(rows.clone() if is_all else rows[:, self.taps])  # the step's memory is used again
-        seen.positions += range(position, position + count)
-        seen.last = position + count - 1
+        seen.features.append(self.head.keep(hidden, list(tokens), self.taps))
+        seen.positions += range(position, position + len(tokens))
+        seen.last = position + len(tokens) - 1
 
     def forget(self, request: Request) -> None:
         """Free what is kept for a request."""

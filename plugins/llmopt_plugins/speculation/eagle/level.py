@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -50,6 +51,15 @@ class RunHead(Protocol):
         :param are_features: ``hidden`` are hidden states of the target, ``[T, taps, target's hidden_size]``: the first
             level.
         :param top: how many followers; 0: none, the level is only stored.
+        """
+
+    def keep(self, hidden: Tensor, rows: Sequence[int], taps: Sequence[int]) -> Sized:
+        """Copy what the head reads of some tokens out of a step's memory.
+
+        :param hidden: ``[T, layers, target's hidden_size]``.
+        :param rows: tokens.
+        :param taps: layers.
+        :returns: something for `Pairs.features`, as long as ``rows``.
         """
 
     def search(self, pairs: Pairs, growth: Growth) -> tuple[list[Nodes], int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -97,6 +97,7 @@ class NativeHead:
         self._decoder = core.Decoder(spec, [cache], thread_team(num_threads))
         self._plan = core.StepPlan()
         self._search = core.TreeSearch(self._decoder, self._target_ids.tolist())
+        self._rows = core.FeatureRows
         self._block_size = kv_cache.block_size
         self._states = _new_states(0, config.hidden_size)
         self._ids = np.empty((0, 0), dtype=np.int32)
@@ -124,10 +125,14 @@ class NativeHead:
         self._decoder.draft_step(self._plan, *tokens, *places, *addresses)
         return Guesses(self._target_ids[self._ids], self._log_probs, self._states[:count])
 
+    def keep(self, hidden: Tensor, rows: Sequence[int], taps: Sequence[int]) -> Any:
+        if hidden.dtype != torch.float32 or not hidden.is_contiguous():
+            hidden = hidden.detach().to("cpu", torch.float32).contiguous()
+        return self._rows(hidden.data_ptr(), *hidden.shape, rows, taps)
+
     def search(self, pairs: Pairs, growth: Growth) -> tuple[list[Nodes], int]:
-        features = pairs.features.detach().to("cpu", torch.float32).contiguous()
         found = self._search.run(
-            pairs.block_tables, pairs.num_pairs, pairs.lengths, pairs.token_ids, pairs.positions, features.data_ptr(),
+            pairs.block_tables, pairs.num_pairs, pairs.lengths, pairs.token_ids, pairs.positions, pairs.features,
             self._block_size, growth.width, growth.depth, growth.counts, growth.least_gain, growth.least_chance,
         )  # fmt: skip
         return found, self._search.num_levels

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ class Pairs:
     lengths: list[int]  # new pairs, at least one each
     token_ids: list[int]  # [sum of lengths]
     positions: list[int]  # [sum of lengths] of the hidden states
-    features: Tensor  # [sum of lengths, taps, target's hidden_size]
+    features: list[Any]  # of `RunHead.keep`, for all pairs, in any number of pieces
 
 
 @dataclass(slots=True)
@@ -40,7 +40,7 @@ class Growth:
     """
 
     width: int  # nodes that go on at each level
-    depth: int  # levels at most
+    depth: int  # levels at most; 0: the pairs are only stored
     counts: list[int]  # nodes per request, at most
     least_gain: float = 0.0  # tokens: no level is made for less
     least_chance: float = 0.0  # nodes below it are left out
@@ -72,9 +72,11 @@ def search_levels(head: RunHead, pairs: Pairs, growth: Growth, block_size: int) 
     """
     count, width = len(pairs.lengths), growth.width
     tree = DraftTree(count, width)
-    level = first_level(pairs, block_size, wants_followers=True)
-    guesses = head(level, pairs.features, width, are_features=True)
-    assert guesses is not None
+    level = first_level(pairs, block_size, wants_followers=growth.depth > 0)
+    features: Tensor = pairs.features[0] if len(pairs.features) == 1 else torch.cat(pairs.features)
+    guesses = head(level, features, width if growth.depth else 0, are_features=True)
+    if guesses is None:
+        return [([], [], [])] * count, 0
     tree.grow(guesses.token_ids[:, None], guesses.log_probs[:, None])
     num_levels, before = 1, float(count)
     nodes = _Nodes(level, block_size, width, growth.depth - 1) if growth.depth > 1 else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -57,6 +58,9 @@ class TorchHead:
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         self._attention.write(0, key[0], value[0])
         return self._attention(0, query[0], scale=self._scale)[None]
+
+    def keep(self, hidden: Tensor, rows: Sequence[int], taps: Sequence[int]) -> Tensor:
+        return hidden[list(rows)][:, list(taps)]
 
     def search(self, pairs: Pairs, growth: Growth) -> tuple[list[Nodes], int]:
         return search_levels(self, pairs, growth, self._block_size)
