@@ -152,6 +152,49 @@ def plant_trees(
     """Fill masks and depths, ``[B, num_draft]`` like the others. Returns 0 for chains, 1 for trees, 2 for drafts that
     cannot run. ValueError: arrays that do not fit together."""
 
+class DraftPacker:
+    """Puts drafts behind a batch of decodes.
+
+    Looks at the arrays of the batch, and writes to those of the batch with drafts; all are contiguous and hold ``R``
+    rows or more, and 65 tokens for each in the arrays of tokens. ValueError: one is too small.
+    """
+
+    def __init__(
+        self,
+        token_ids: npt.NDArray[np.int64],
+        positions: npt.NDArray[np.int64],
+        seq_lens: npt.NDArray[np.int32],
+        block_tables: npt.NDArray[np.int32],
+        packed_ids: npt.NDArray[np.int64],
+        packed_positions: npt.NDArray[np.int64],
+        packed_slots: npt.NDArray[np.int64],
+        packed_masks: npt.NDArray[np.uint64],
+        num_scheduled: npt.NDArray[np.int32],
+        packed_lens: npt.NDArray[np.int32],
+        cu_seqlens_q: npt.NDArray[np.int32],
+        block_size: int,
+        /,
+    ) -> None: ...
+    def pack(
+        self,
+        table_width: int,
+        rooms: list[int],
+        vocab_size: int,
+        allows_trees: bool,
+        token_ids: object,
+        num_draft: object,
+        parents: object,
+        /,
+    ) -> tuple[int, list[int]]:
+        """Pack drafts behind the first ``len(rooms)`` rows.
+
+        :param table_width: columns of the block tables that are in use.
+        :param rooms: drafts that each row may have.
+        :param token_ids: an array ``[B, num_draft]`` int64, and the others as in `llmopt.batch.DraftTokens`.
+        :returns: 0 for chains, whose masks are not written, or 1 for trees, and the number of drafts of each row.
+            2 and nothing: these drafts cannot run, or only another way.
+        """
+
 def argmax_rows(
     rows: int, num_rows: int, size: int, row_stride: int, num_threads: int, places: list[int] = ...
 ) -> tuple[list[int], list[float]]:

@@ -8,6 +8,7 @@ import numpy as np
 
 from llmopt.batch import NO_IDS, NO_MASKS, Batch, DraftTokens
 from llmopt.draft_check import CheckedDrafts, DraftCheck
+from llmopt.draft_packer import DraftPacker
 
 if TYPE_CHECKING:
     from llmopt.request import Request
@@ -37,6 +38,7 @@ class BatchBuilder:
         self._token_ids = np.empty(num_tokens, dtype=np.int64)
         self._positions = np.empty(num_tokens, dtype=np.int64)
         self._slot_mapping = np.empty(num_tokens, dtype=np.int64)
+        self._pack = DraftPacker(self.block_size, self._token_ids, self._positions, self._seq_lens, self._block_tables)
 
     def build(self, requests: list[Request], num_scheduled: list[int], drafts: DraftTokens | None = None) -> Batch:
         """Pack ``num_scheduled[i]`` tokens of ``requests[i]``, and its drafts after them.
@@ -211,78 +213,45 @@ class BatchBuilder:
 
         :raises WrongResultError: the drafts do not fit the batch.
         """
-        scheduled = batch.num_scheduled.tolist()
         if batch is self._last:
-            packed = self._behind_decodes(batch, drafts, self.draft_check(drafts, batch.requests, scheduled))
-        else:
-            packed = self.build(batch.requests, scheduled, drafts)
+            return self._behind_decodes(batch, drafts)
+        packed = self.build(batch.requests, batch.num_scheduled.tolist(), drafts)
         packed.wants_hidden = batch.wants_hidden
         return packed
 
-    def _behind_decodes(self, batch: Batch, drafts: DraftTokens, checked: CheckedDrafts) -> Batch:
-        """The drafts behind a batch of decodes, whose own arrays stay as they are: they come again in the next step.
-
-        In arrays ``[B, 1 + num_draft]``, from which pads are taken out at the end.
-        """
-        requests, counts, num_draft = batch.requests, checked.counts, drafts.num_draft
-        size, width = len(requests), 1 + drafts.token_ids.shape[1]
-        computed = batch.positions[:, None]
-        token_ids = np.empty((size, width), dtype=np.int64)
-        token_ids[:, 0], token_ids[:, 1:] = batch.token_ids, drafts.token_ids
-        places = positions = computed + self._range(0, width)
-        table_width = batch.block_tables.shape[1]
-        if table_width:
-            blocks, offsets = np.divmod(places, self.block_size)
-            np.minimum(blocks, table_width - 1, out=blocks)  # pads may lie behind the last block
-            slots = batch.block_tables[self._range(0, size)[:, None], blocks].astype(np.int64)
-            slots *= self.block_size
-            slots += offsets
-        else:
-            slots = np.full((size, width), -1, dtype=np.int64)
-        masks = None
-        if checked.masks is not None:
-            masks = np.zeros((size, width), dtype=np.uint64)
-            masks[:, 1:] = checked.masks
-            positions = places.copy()
-            positions[:, 1:] = computed + checked.depths
-        is_real = None if min(counts) == width - 1 else self._range(0, width) <= num_draft[:, None]
-        num_scheduled = num_draft + 1
-        cu_seqlens_q = np.zeros(size + 1, dtype=np.int32)
-        np.cumsum(num_scheduled, out=cu_seqlens_q[1:])
-        token_ids, positions, slots = _flat(token_ids, is_real), _flat(positions, is_real), _flat(slots, is_real)
-        draft_masks = NO_MASKS if masks is None else _flat(masks, is_real)
-        logits_requests = [request for request, count in zip(requests, counts, strict=True) for _ in range(count + 1)]
+    def _behind_decodes(self, batch: Batch, drafts: DraftTokens) -> Batch:
+        """The drafts behind a batch of decodes, whose own arrays stay as they are: they come again in the next step."""
+        packed = self._pack(batch, drafts, self.draft_check)
+        logits_requests: list[Request] = []
+        for request, count in zip(batch.requests, packed.counts, strict=True):
+            logits_requests += [request] * (1 + count)
         banned_rows, banned_ids = batch.banned_rows, batch.banned_ids
         if banned_ids.size:
-            banned_rows, banned_ids = self._ban(logits_requests, None if masks is None else draft_masks.tolist())
+            banned_rows, banned_ids = self._ban(logits_requests, packed.draft_masks.tolist() or None)
             self._num_banning = 0  # nobody knows how many tokens will be kept
         return Batch(
             request_ids=batch.request_ids,
-            num_scheduled=num_scheduled,
-            token_ids=token_ids,
-            positions=positions,
-            cu_seqlens_q=cu_seqlens_q,
-            seq_lens=batch.seq_lens + num_draft,
+            num_scheduled=packed.num_scheduled,
+            token_ids=packed.token_ids,
+            positions=packed.positions,
+            cu_seqlens_q=packed.cu_seqlens_q,
+            seq_lens=packed.seq_lens,
             block_tables=batch.block_tables,
-            slot_mapping=slots,
-            logits_indices=np.arange(token_ids.size, dtype=np.int64),
+            slot_mapping=packed.slot_mapping,
+            logits_indices=self._range(0, len(logits_requests)),
             slots=batch.slots,
-            num_drafts=num_draft,
-            draft_masks=draft_masks,
+            num_drafts=drafts.num_draft,
+            draft_masks=packed.draft_masks,
             adapters=batch.adapters,
-            requests=requests,
+            requests=batch.requests,
             logits_requests=logits_requests,
             wants_best=batch.wants_best,
             banned_rows=banned_rows,
             banned_ids=banned_ids,
+            wants_hidden=batch.wants_hidden,
         )
 
     def _range(self, start: int, end: int) -> np.ndarray:
         if end > self._arange.size:
             self._arange = np.arange(2 * end, dtype=np.int64)
         return self._arange[start:end]
-
-
-def _flat(padded: np.ndarray, is_real: np.ndarray | None) -> np.ndarray:
-    """The entries of an array ``[B, W]`` one row after the other, without pads."""
-    return padded.reshape(-1) if is_real is None else padded[is_real]

@@ -16,7 +16,7 @@ from llmopt.recovery import WrongResultError
 if TYPE_CHECKING:
     from llmopt.request import Request
 
-_ANY_ID = 1 << 62
+ANY_ID = 1 << 62  # the end of a vocabulary that is not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class DraftCheck:
         core = _core()
         parents = None if drafts.parents is None else np.ascontiguousarray(drafts.parents)
         arguments = (np.ascontiguousarray(drafts.token_ids), np.ascontiguousarray(drafts.num_draft), parents,
-                     self.vocab_size or _ANY_ID, masks, depths)  # fmt: skip
+                     self.vocab_size or ANY_ID, masks, depths)  # fmt: skip
         form = _plant_trees(*arguments) if core is None else core.plant_trees(*arguments)
         if form == 2:
             self._explain(drafts, counts)
@@ -92,7 +92,7 @@ class DraftCheck:
         """Say what is wrong with drafts that cannot run."""
         for row, count in enumerate(counts):
             ids: list[int] = drafts.token_ids[row, :count].tolist()
-            outside = [i for i in ids if not 0 <= i < (self.vocab_size or _ANY_ID)]
+            outside = [i for i in ids if not 0 <= i < (self.vocab_size or ANY_ID)]
             if outside:
                 limit = "" if self.vocab_size is None else f", 0 to {self.vocab_size - 1}"
                 self._refuse(drafts, f"ids of the vocabulary{limit}; row {row} has {outside[0]}")

@@ -111,19 +111,26 @@ class KVCache:
 
         :param accepted: what `Verify` kept of the drafts of this batch; nothing is moved without its ``paths``.
         """
+        # the first drafts lie where they belong; paths ascend, so that their last entry tells
+        moved = [
+            (request, path)
+            for request, path in zip(accepted.requests, accepted.paths or (), strict=False)
+            if path and path[-1] != len(path) - 1
+        ]
+        if not moved:
+            return
         sources: list[int] = []
         targets: list[int] = []
+        slots, ends, counts = batch.slot_mapping.tolist(), batch.cu_seqlens_q.tolist(), batch.num_drafts.tolist()
         row_of = {request: row for row, request in enumerate(batch.requests)}
-        for request, path in zip(accepted.requests, accepted.paths or (), strict=False):
-            if not path or path[-1] == len(path) - 1:  # they lie there already
-                continue
+        for request, path in moved:
             row = row_of[request]
-            end = int(batch.cu_seqlens_q[row + 1])
-            slots = batch.slot_mapping[end - int(batch.num_drafts[row]) : end].tolist()
-            moved = [(slots[draft], slots[place]) for place, draft in enumerate(path) if draft != place]
-            sources += [source for source, _ in moved]
-            targets += [target for _, target in moved]
-        if sources and sources[0] >= 0:
+            first = ends[row + 1] - counts[row]
+            for place, draft in enumerate(path):
+                if draft != place:
+                    sources.append(slots[first + draft])
+                    targets.append(slots[first + place])
+        if sources[0] >= 0:
             self.move(sources, targets)
 
     def move(self, sources: list[int], targets: list[int]) -> None:

@@ -80,6 +80,8 @@ void bind_decoder(nb::module_& m);
 void bind_fused(nb::module_& m);
 // Defined in gguf.cc: tensors of GGUF files, packed or dequantized.
 void bind_gguf(nb::module_& m);
+// Defined in pack_drafts.cc: batches of decodes with drafts.
+void bind_pack_drafts(nb::module_& m);
 // Defined in sample.cc: tokens drawn from rows of logits.
 void bind_sample(nb::module_& m);
 void bind_suffix_automaton(nb::module_& m);

@@ -250,6 +250,7 @@ NB_MODULE(_core, m) {
   m.def("write_kv", &write_to_cache);
   bind_fused(m);
   bind_machine_probe(m);
+  bind_pack_drafts(m);
   bind_sample(m);
   bind_suffix_automaton(m);
   bind_tree_search(m);

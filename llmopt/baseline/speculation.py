@@ -176,6 +176,8 @@ def _follow(batch: Batch, drafts: DraftTokens | None, tokens: list[int], values:
     is_finite = all(map(math.isfinite, values))
     if drafts is None and is_finite:
         return AcceptedTokens(requests, [[token] for token in tokens], [None] * len(tokens))
+    if drafts is not None and is_finite:
+        return _follow_finite(batch, drafts, tokens)
     accepted = AcceptedTokens([], [], [], paths=_no_paths(drafts))
     for _, walk in _walks(batch, drafts):
         while not walk.is_over:
@@ -185,6 +187,38 @@ def _follow(batch: Batch, drafts: DraftTokens | None, tokens: list[int], values:
                 walk.fail(not_finite(walk.request, values[walk.row]), accepted)
         walk.deliver(accepted)
     return accepted
+
+
+def _follow_finite(batch: Batch, drafts: DraftTokens, tokens: list[int]) -> AcceptedTokens:
+    """The same where nothing can fail, as most rounds are: between two forwards every object that is made costs."""
+    requests, ids, counts = batch.logits_requests, drafts.token_ids.tolist(), drafts.num_draft.tolist()
+    parents = None if drafts.parents is None else drafts.parents.tolist()
+    chosen: list[list[int]] = []
+    paths: list[list[int]] = []
+    owners: list[Request] = []
+    first = 0
+    for b, request in enumerate(batch.requests):
+        if first == len(requests):
+            break
+        if requests[first] is not request:
+            continue
+        guesses, count = ids[b], counts[b]
+        here, token = -1, tokens[first]
+        taken, path = [token], []
+        draft = 0
+        while draft < count:
+            if guesses[draft] == token and (parents is None or parents[b][draft] == here):
+                here, token = draft, tokens[first + 1 + draft]
+                taken.append(token)
+                path.append(draft)
+            elif parents is None:
+                break
+            draft += 1
+        owners.append(request)
+        chosen.append(taken)
+        paths.append(path)
+        first += 1 + count
+    return AcceptedTokens(owners, chosen, [None] * len(owners), paths=None if parents is None else paths)
 
 
 def _ban(batch: Batch, logits: Tensor) -> None:

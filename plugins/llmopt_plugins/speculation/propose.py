@@ -213,26 +213,24 @@ def _trim(draft: Draft, row: Row, limit: int, vocab_size: int) -> None:
 
 
 def _pack(batch: Batch, drafts: dict[int, Draft], others: DraftTokens | None) -> DraftTokens:
-    """Own drafts by row, and those of the stage inside."""
-    width = max(len(draft.token_ids) for draft in drafts.values())
-    if others is not None:
-        width = max(width, others.token_ids.shape[1])
-    token_ids = np.full((batch.num_requests, width), -1, dtype=np.int64)
-    num_draft = np.zeros(batch.num_requests, dtype=np.int32)
-    parents: np.ndarray | None = None
-    if any(draft.parents is not None for draft in drafts.values()) or (
-        others is not None and others.parents is not None
-    ):
-        parents = np.tile(np.arange(-1, width - 1, dtype=np.int32), (batch.num_requests, 1))
-    if others is not None:
-        token_ids[:, : others.token_ids.shape[1]] = others.token_ids
-        num_draft[:] = others.num_draft
-        if parents is not None and others.parents is not None:
-            parents[:, : others.parents.shape[1]] = others.parents
+    """Own drafts by row, and those of the stage inside. In lists, which cost less than arrays until all is there."""
+    size = batch.num_requests
+    token_ids: list[list[int]] = [[]] * size if others is None else others.token_ids.tolist()
+    num_draft: list[int] = [0] * size if others is None else others.num_draft.tolist()
+    parents: list[list[int]] | None = None
+    if others is not None and others.parents is not None:
+        parents = others.parents.tolist()
+    elif any(draft.parents is not None for draft in drafts.values()):
+        parents = [[]] * size
     for place, draft in drafts.items():
-        count = len(draft.token_ids)
-        token_ids[place, :count] = draft.token_ids
-        num_draft[place] = count
+        token_ids[place], num_draft[place] = draft.token_ids, len(draft.token_ids)
         if parents is not None:
-            parents[place, :count] = range(-1, count - 1) if draft.parents is None else draft.parents
-    return DraftTokens(token_ids, num_draft, parents)
+            parents[place] = draft.parents or []
+    width = max(map(len, token_ids))
+    return DraftTokens(
+        np.array([row + [-1] * (width - len(row)) for row in token_ids], dtype=np.int64),
+        np.array(num_draft, dtype=np.int32),
+        None
+        if parents is None  # those that are missing: each follows the one before it
+        else np.array([[*row, *range(len(row) - 1, width - 1)] for row in parents], dtype=np.int32),
+    )

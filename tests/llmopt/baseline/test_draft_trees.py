@@ -12,7 +12,7 @@ import torch
 import llmopt
 from llmopt import native
 from llmopt.baseline.speculation import BaselineVerify
-from llmopt.batch import Batch, DraftTokens
+from llmopt.batch import Batch, BestTokens, DraftTokens
 from llmopt.batch_builder import BatchBuilder
 from llmopt.errors import LlmoptError
 from llmopt.hf.rows import take_rows
@@ -211,6 +211,37 @@ def test_tokens_accepted_from_trees_follow_the_targets_distribution(shape: list[
     freedom = int(possible.sum()) - 1
     assert value < freedom * (1 - 2 / (9 * freedom) + 3.09 * (2 / (9 * freedom)) ** 0.5) ** 3  # p > 0.001
     assert np.abs(pairs / count - joint).sum() / 2 < 0.03
+
+
+def test_the_short_way_of_rounds_without_errors_accepts_what_the_walk_accepts() -> None:
+    """Rows that decode with chains, trees or nothing, and rows that choose no token yet."""
+    chooser = np.random.default_rng(5)
+    num_accepted = 0
+    for number in range(400):
+        requests = decoding(6)
+        scheduled = [1] * 6
+        for row in chooser.permutation(6)[: number % 3]:  # only a part of the prompt
+            requests[row].num_computed_tokens, scheduled[row] = 0, 2
+        guesses = []
+        for made in requests:
+            count = int(chooser.integers(0, 7)) if made.num_computed_tokens else 0
+            parents = [int(chooser.integers(-1, i)) if i else -1 for i in range(count)]
+            ids: list[int] = []  # few, so that drafts are often right; no twins
+            for draft, parent in enumerate(parents):
+                ids.append(2 * sum(p == parent for p in parents[:draft]) + int(chooser.integers(0, 2)))
+            guesses.append(Guess(ids, parents) if number % 2 else Guess(ids))
+        drafts = draft_tokens(guesses)
+        if drafts is None:
+            continue
+        batch = BatchBuilder(4).build(requests, scheduled, drafts)
+        tokens = chooser.integers(0, 3, batch.logits_indices.size)
+        logits = torch.nn.functional.one_hot(torch.from_numpy(tokens), 9).float()
+        short = BaselineVerify()(batch, drafts, BestTokens(tokens.tolist(), [1.0] * tokens.size), None)
+        walked = BaselineVerify()(batch, drafts, logits, None)
+        assert short == walked
+        assert not short.errors
+        num_accepted += sum(len(ids) - 1 for ids in short.token_ids)
+    assert num_accepted > 500
 
 
 # -- drafts that are no numbers -------------------------------------------------------------------

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 import llmopt
 from llmopt import PluginInfo, hookimpl
+from llmopt.batch import DraftTokens
+from llmopt.batch_builder import BatchBuilder
 from llmopt.testing import tiny_model, tiny_prompts
 from llmopt_plugins.speculation.drafter import Draft
 from llmopt_plugins.speculation.goodput import Goodput
-from llmopt_plugins.speculation.propose import DraftAllocate, DraftCommit, DraftPropose
-from tests.llmopt.helpers import build_tiny
+from llmopt_plugins.speculation.propose import DraftAllocate, DraftCommit, DraftPropose, _pack
+from tests.llmopt.helpers import build_tiny, request
 
 if TYPE_CHECKING:
     from llmopt.batch import AcceptedTokens, Batch
@@ -161,6 +164,28 @@ def test_rows_without_own_drafts_get_those_of_the_plugin_listed_before() -> None
     assert stats["propose.outer"]["tokens_per_round"] == 4.0
     assert stats["propose.inner"]["tokens_per_round"] == 5.0
     assert len({name for name, _ in inner.drafter.asked}) == 2  # not for the row that has drafts already
+
+
+@pytest.mark.parametrize("own", [Draft([1, 2, 3], [-1, -1, 0]), Draft([1, 2, 3]), Draft([1])])
+@pytest.mark.parametrize("has_trees", [True, False])
+def test_own_drafts_and_those_of_the_stage_inside_stand_in_one_array(own: Draft, has_trees: bool) -> None:
+    ids, counts = np.array([[-1, -1], [7, 8], [9, -1]]), np.array([0, 2, 1], dtype=np.int32)
+    others = DraftTokens(ids, counts, np.array([[-1, 0], [-1, -1], [-1, 0]], np.int32) if has_trees else None)
+    batch = BatchBuilder(4).build([request([5], str(n), max_new_tokens=9) for n in range(3)], [1] * 3)
+    made = _pack(batch, {0: own}, others)
+    assert made.token_ids.dtype == np.int64
+    assert made.num_draft.dtype == np.int32
+    assert made.num_draft.tolist() == [len(own.token_ids), 2, 1]
+    rows = [made.token_ids[row, :count].tolist() for row, count in enumerate(made.num_draft)]
+    assert rows == [own.token_ids, [7, 8], [9]]
+    if own.parents is None and not has_trees:
+        assert made.parents is None
+        return
+    assert made.parents is not None
+    assert made.parents.dtype == np.int32
+    assert made.parents.shape == made.token_ids.shape
+    wanted = [own.parents or list(range(-1, len(own.token_ids) - 1)), [-1, -1] if has_trees else [-1, 0], [-1]]
+    assert [made.parents[row, :count].tolist() for row, count in enumerate(made.num_draft)] == wanted
 
 
 def test_describe_says_in_which_order_several_drafters_are_asked() -> None:
