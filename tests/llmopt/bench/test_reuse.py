@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import time
+from typing import TYPE_CHECKING
+
 import pytest
 
 from llmopt.bench.reuse import WORKLOADS, Setting, measure
 from llmopt.bench.reuse_report import reuse_lines, reuse_table
 from llmopt.bench.target import Target
 from llmopt.testing import tiny_model
+from llmopt_plugins.memory.prefix_cache.stages import CachedCommit
+
+if TYPE_CHECKING:
+    from llmopt.batch import AcceptedTokens, Batch, StepOutput
 
 
 @pytest.fixture
@@ -33,7 +40,22 @@ def test_shared_tokens_are_hits_and_new_prompts_are_none(setting: Setting) -> No
     found, asked = str(shared["+ prefix_cache"]["same token"]).split("/")
     assert found == asked
     assert float(shared["+ prefix_cache"]["ratio"]) > 1
-    assert dict(measure("no_hits", setting).rows)["+ prefix_cache"]["hits"] == 0
+    kept = dict(measure("no_hits", setting).rows)["+ prefix_cache"]
+    assert kept["hits"] == 0
+    assert float(kept["evicted"]) > 0  # the pool is full: what is measured is not the first touch of its memory
+
+
+def test_time_that_the_prefix_cache_takes_is_a_cost(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit = CachedCommit.__call__
+
+    def slow_commit(self: CachedCommit, batch: Batch, accepted: AcceptedTokens) -> StepOutput:
+        time.sleep(0.01)
+        return commit(self, batch, accepted)
+
+    before = dict(measure("no_hits", setting).rows)
+    monkeypatch.setattr(CachedCommit, "__call__", slow_commit)
+    after = dict(measure("no_hits", setting).rows)
+    assert float(after["+ prefix_cache"]["cost %"]) > float(before["+ prefix_cache"]["cost %"]) + 10
 
 
 def test_a_target_is_judged_in_words_and_in_records() -> None:
