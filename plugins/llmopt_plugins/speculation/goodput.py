@@ -39,6 +39,7 @@ _GUARD = 0.98  # of the plain tokens/s: less turns everything off, if it is so b
 _GUARD_DEVIATIONS = 1.5  # standard deviations
 _GUARD_WAIT = 64  # steps until the first probe after that
 _REFRESH = 16  # rounds for which predicted times are good; fewer at first
+_MOST = 64  # drafts of a step, in all rows, whose cost is computed: beyond them a forward is bound by arithmetic
 _RATE = 0.1
 _FIRST_TIMES = 3  # of drafting: the least counts, because the first one finds nothing ready
 _LARGEST_SURPRISE = 2.0  # a draft that took longer than this factor says counts as one that took so long
@@ -280,7 +281,7 @@ class Goodput:
                     shape.num_context_tokens,
                     shape.num_prefill_pairs + count * per_draft,
                 )
-                for count in range(num_rows * self.max_num_draft + 1)
+                for count in range(min(num_rows * self.max_num_draft, max(_MOST, self.max_num_draft)) + 1)
             ]
             some = min(4 * num_rows, len(forwards) - 1)
             self._times[key] = (
