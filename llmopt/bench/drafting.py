@@ -70,16 +70,21 @@ def _batches(setting: Setting, name: str, number: int, size: int) -> list[list[t
     return [found[start : start + size] for start in range(0, len(found) - size + 1, size)]
 
 
-def _decode_s(pipe: InferencePipeline, prompts: list[tuple[list[int], int]], skip: int = 0) -> tuple[float, int]:
-    """Seconds, and tokens, of some requests once each of them has its first ``1 + skip`` tokens."""
+def _decode_s(
+    pipe: InferencePipeline, prompts: list[tuple[list[int], int]], skip: int = 0, *, may_end: bool = False
+) -> tuple[float, int]:
+    """Seconds, and tokens, of some requests once each of them has its first ``1 + skip`` tokens.
+
+    :param may_end: answers end where the model ends them; else they go on, with text that no training has seen.
+    """
     from llmopt.bench.reuse import _request
 
-    made = [_request(pipe, ids, new) for ids, new in prompts]
+    made = [_request(pipe, ids, new, ignore_eos=not may_end) for ids, new in prompts]
     start, before = 0.0, 0
 
     def on_progress(_: Any) -> None:
         nonlocal start, before
-        if not start and all(one.num_output_tokens > skip for one in made):
+        if not start and all(one.num_output_tokens > skip or one.is_finished for one in made):
             start, before = time.perf_counter(), sum(one.num_output_tokens for one in made)
 
     for one in made:
@@ -95,6 +100,7 @@ def _compare(
     new: int | None = None,
     skip: int = 0,
     batch: int = 1,
+    may_end: bool = False,
 ) -> dict[str, float]:
     """Tokens per second of each contender, prompts left out; the first round warms up and does not count."""
     spent = dict.fromkeys(pipes, 0.0)
@@ -105,7 +111,9 @@ def _compare(
         order = list(pipes.items())
         for contender, pipe in order if number % 2 else reversed(order):
             for prompts in _batches(setting, name, number, batch):
-                seconds, count = _decode_s(pipe, [(ids, new or length) for ids, length in prompts], skip)
+                seconds, count = _decode_s(
+                    pipe, [(ids, new or length) for ids, length in prompts], skip, may_end=may_end
+                )
                 if number:
                     spent[contender] += seconds
                     tokens[contender] += count
@@ -141,7 +149,7 @@ def drafts_chat(setting: Setting) -> ReuseResult:
 
 def _head(setting: Setting, batch: int, wanted: float) -> ReuseResult:
     pipes = {"plain": _plain(setting), "eagle": _with(setting, "eagle")}
-    rates = _compare(setting, "chat", pipes, batch=batch)
+    rates = _compare(setting, "chat", pipes, batch=batch, may_end=True)
     title = f"{TEXTS['chat'].summary}, {batch} at a time, decode only"
     text = f"eagle at least {wanted:g} times as fast"
     return _result(setting, f"head{batch}", title, rates, wanted, "plain", "eagle", text)
@@ -173,7 +181,7 @@ def head_tokens(setting: Setting) -> ReuseResult:
         for number in range(1 if setting.quick else 2):
             setting.on_progress(f"trees of {count} {number}")
             for prompts in _batches(setting, "chat", number, 1):
-                _decode_s(pipe, prompts)
+                _decode_s(pipe, prompts, may_end=True)
         found = pipe.stats()["propose.eagle"]["tokens_per_round"]
         best = max(best, found)
         rows.append((f"trees of {count}", {"tokens per round": round(found, 2)}))

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _CHECK_ROWS, _CHECK_TOKENS = 8, 16  # the token check looks at so many rows and new tokens
 _FEWEST_TOKENS = 8  # below, the difference of two runs says nothing
+_WARM_UP = 2_000_000  # number of the round that is not timed
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,10 +130,14 @@ def measure_shape(
 ) -> list[ShapeTiming]:
     """Time every contender once per round, A B C A B C ..., as many rounds as fit into ``seconds``, one at least.
 
-    When not even one fits, decode steps become fewer: the shape of the result says how many were timed.
+    Before that each runs the prompts once, untimed: the first run of a shape takes memory that later ones find.
+    When not even one round fits, decode steps become fewer: the shape of the result says how many were timed.
     """
     rounds = Rounds(seconds, max_rounds)
     timings = [ShapeTiming(contender.name, shape) for contender in contenders]
+    for contender in contenders:
+        on_progress(contender.name)
+        contender.generate(shape.requests(_WARM_UP, vocab_size, 1))
     while rounds.goes_on():
         number = 2 * rounds.num_done
         for contender, timing in zip(contenders, timings, strict=True):

@@ -61,18 +61,30 @@ def test_contenders_take_turns_with_one_token_and_with_all() -> None:
     timings = measure_shape([Recorder("a", log), Recorder("b", log)], DECODE, 100, seconds=60, max_rounds=2)
     asked = [(name, tokens) for name, rows, tokens, _ in log]
     probe = [("a", 3), ("b", 3)]
-    assert asked == [("a", 1), ("b", 1), *probe, ("a", 13), ("b", 13), ("a", 1), ("b", 1), ("a", 13), ("b", 13)]
+    warm_up = [("a", 1), ("b", 1)]
+    assert asked == [
+        *warm_up,
+        ("a", 1),
+        ("b", 1),
+        *probe,
+        ("a", 13),
+        ("b", 13),
+        ("a", 1),
+        ("b", 1),
+        ("a", 13),
+        ("b", 13),
+    ]
     assert all(rows == 2 for _, rows, _, _ in log)
     a, b = ([ids for who, _, tokens, ids in log if who == name and tokens != 3] for name in "ab")
     assert a == b  # both meet the same prompts,
-    assert len(set(a)) == 4  # and never the same twice
+    assert len(set(a)) == 5  # and never the same twice
     assert [len(timing.first_s) for timing in timings] == [len(timing.full_s) for timing in timings] == [2, 2]
 
 
 def test_a_prefill_is_timed_with_one_token_only() -> None:
     log: list[Any] = []
     (timing,) = measure_shape([Recorder("a", log, prefill_s=0.002)], PREFILL, 100, seconds=60, max_rounds=3)
-    assert [tokens for _, _, tokens, _ in log] == [1, 1, 1]
+    assert [tokens for _, _, tokens, _ in log] == [1, 1, 1, 1]  # the first is not counted
     assert timing.full_s == []
     assert timing.step_s == timing.prefill_s == min(timing.first_s)
     assert timing.tokens_per_s == pytest.approx(10 / timing.prefill_s)
