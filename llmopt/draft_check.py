@@ -67,7 +67,7 @@ class DraftCheck:
         masks = depths = None
         if drafts.parents is not None:
             masks, depths = np.empty(drafts.parents.shape, np.uint64), np.empty(drafts.parents.shape, np.int64)
-        core = _core()
+        core = cached_core()
         parents = None if drafts.parents is None else np.ascontiguousarray(drafts.parents)
         arguments = (np.ascontiguousarray(drafts.token_ids), np.ascontiguousarray(drafts.num_draft), parents,
                      self.vocab_size or ANY_ID, masks, depths)  # fmt: skip
@@ -110,7 +110,8 @@ class DraftCheck:
 
 
 @functools.cache
-def _core() -> ModuleType | None:
+def cached_core() -> ModuleType | None:
+    """`llmopt.native.core`, looked up once: this runs between forwards."""
     return native.core()
 
 

@@ -52,7 +52,7 @@ class DraftPacker:
 
         :raises WrongResultError: they do not fit.
         """
-        core = draft_check._core()
+        core = draft_check.cached_core()
         if core is not None and isinstance(drafts, DraftTokens):
             packed = self._pack_natively(core, batch, drafts, check)
             if packed is not None:

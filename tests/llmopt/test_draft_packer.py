@@ -54,7 +54,7 @@ def random_drafts(chooser: np.random.Generator, requests: list[Request], width: 
 
 def packed(monkeypatch: pytest.MonkeyPatch, core: ModuleType | None, requests: list[Request], drafts: DraftTokens,
            check: DraftCheck) -> Batch:  # fmt: skip
-    monkeypatch.setattr("llmopt.draft_check._core", lambda: core)
+    monkeypatch.setattr("llmopt.draft_check.cached_core", lambda: core)
     builder = BatchBuilder(BLOCK)
     builder.draft_check, builder.may_want_best = check, True
     batch = builder.build(requests, [1] * len(requests))
@@ -114,7 +114,7 @@ def test_a_packer_that_served_many_rows_serves_few_and_more_again(
     core: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chooser = np.random.default_rng(2)
-    monkeypatch.setattr("llmopt.draft_check._core", lambda: core)
+    monkeypatch.setattr("llmopt.draft_check.cached_core", lambda: core)
     builder = BatchBuilder(BLOCK)
     for size in (3, 20, 1, 90, 7):
         requests = decoding(chooser, size)

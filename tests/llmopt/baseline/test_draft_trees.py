@@ -495,7 +495,7 @@ def test_drafts_that_cannot_run_end_the_request_with_the_drafter_named(
     result: Any, told: str, native_mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LLMOPT_NATIVE", native_mode)
-    monkeypatch.setattr("llmopt.draft_check._core", lambda: native.core(native_mode))
+    monkeypatch.setattr("llmopt.draft_check.cached_core", lambda: native.core(native_mode))
     drafter = ScriptedDrafter(lambda r, room: Guess([]), 4, "bad")
     drafter.propose = lambda batch: result  # type: ignore[method-assign]
     with build_tiny(plugins=[drafter]) as pipe:
