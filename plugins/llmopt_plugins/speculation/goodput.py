@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmopt.cost_model import StepShape
 from llmopt_plugins.speculation.acceptance import Acceptance
+from llmopt_plugins.speculation.step_ratios import StepRatios
 
 if TYPE_CHECKING:
     from llmopt.cost_model import CostModel
@@ -34,6 +35,7 @@ _FIRST_PROBES = 3  # without a wait
 _PROBE_MEMORY = 0.8  # of windows while they are probed: what was seen before the pause counts less
 _MAX_BACK_OFF = 16  # waits between failing probes grow up to this factor
 _ASK_SHARE = 0.002  # of the time may go into asking a drafter whose drafts are not used
+_PASSED_OVER = 0.95  # what is kept of a request's record when others get drafts: nobody is out of luck for ever
 _GUARD_ROUNDS = 32
 _GUARD = 0.98  # of the plain tokens/s: less turns everything off, if it is so by
 _GUARD_DEVIATIONS = 1.5  # standard deviations
@@ -113,7 +115,7 @@ class Goodput:
         self._num_timed = 0  # times that it was measured
         self._ask_s = 0.0  # time of a call that brought no draft
         self._num_vain = 0  # calls in a row that brought none
-        self._plain_ratio = 1.0  # measured over predicted time of steps without drafts
+        self._ratios = StepRatios()
         self._gained_s = self._spent_s = 0.0  # of late: plain time of the tokens that rounds gave, and their own time
         self._squares = 0.0  # of what each round lacks to the guard's limit, in seconds
         self._guard_rounds = 0
@@ -150,6 +152,9 @@ class Goodput:
         if self.cost.measured is None:  # while the pipeline is built
             return [0] * len(rows)
         counts = self._plan_one(rows[0], now) if len(rows) == 1 else self._plan_many(rows, now)
+        is_used = any(self.kinds[row.kind].is_on for row, count in zip(rows, counts, strict=True) if count)
+        if is_used and self._ratios.is_plain_due(now.shape.num_rows, now.predicted):
+            return [0] * len(rows)
         self._num_vain = 0 if any(counts) else self._num_vain + 1
         return counts
 
@@ -215,6 +220,9 @@ class Goodput:
         if best_count and is_worth_it:
             for _, _, place in candidates[:best_count]:
                 counts[place] += 1
+            for row, count in zip(rows, counts, strict=True):
+                if not count and (record := self._skills.get(row.request)) is not None:
+                    record[:] = _PASSED_OVER * record[0], _PASSED_OVER * record[1]
         used = {rows[place].kind for place, count in enumerate(counts) if count}
         for kind in used:
             self._turn_on(self.kinds[kind])
@@ -273,16 +281,11 @@ class Goodput:
         context = shape.num_context_tokens + shape.num_prefill_pairs
         key = (shape.num_tokens, shape.num_rows, num_rows << 8 | int(8.0 * math.log2(context + 64.0)))
         if key not in self._times:
-            per_draft = shape.num_context_tokens // max(1, shape.num_rows)
-            forwards = [
-                self.cost.step_s(
-                    shape.num_tokens + count,
-                    shape.num_rows,
-                    shape.num_context_tokens,
-                    shape.num_prefill_pairs + count * per_draft,
-                )
-                for count in range(min(num_rows * self.max_num_draft, max(_MOST, self.max_num_draft)) + 1)
-            ]
+            most = min(num_rows * self.max_num_draft, max(_MOST, self.max_num_draft))
+            forwards = [self._forward_s(shape, count) for count in range(most + 1)]
+            plain, drafted = self._ratios.of(shape.num_rows)
+            least = plain * forwards[0]
+            forwards = [least, *(max(least, drafted * seconds) for seconds in forwards[1:])]
             some = min(4 * num_rows, len(forwards) - 1)
             self._times[key] = (
                 [
@@ -293,6 +296,12 @@ class Goodput:
             )
         times, self._draft_row_s = self._times[key]
         return times
+
+    def _forward_s(self, shape: StepShape, num_draft: int) -> float:
+        """Predicted seconds of a step with so many drafts, without drafting."""
+        per_draft = shape.num_context_tokens // max(1, shape.num_rows)
+        pairs = shape.num_prefill_pairs + num_draft * per_draft
+        return self.cost.step_s(shape.num_tokens + num_draft, shape.num_rows, shape.num_context_tokens, pairs)
 
     def _draft_s(self, num_rows: int, num_draft: int) -> float:
         return self._draft_ratio * self.estimate_s(num_rows, num_draft)
@@ -332,25 +341,23 @@ class Goodput:
         """Whether a step has begun and not ended."""
         return self._round is not None
 
-    def end(self, accepted: dict[Request, Sequence[int]] | None) -> None:
+    def end(self, accepted: dict[Request, Sequence[int]], num_draft: int) -> None:
         """The step was committed.
 
-        :param accepted: for each request that got tokens, the indices of its drafts that were accepted; None: nobody
-            had drafts.
+        :param accepted: for each request that got tokens, the indices of its drafts that were accepted.
+        :param num_draft: draft tokens of the step, those of other drafters too.
         """
         now, self._round = self._round, None
         if now is None or self.cost.measured is None:
             return
         seconds = self.clock() - now.began_s
-        shape = now.shape
-        plain_s = self.cost.step_s(shape.num_tokens, shape.num_rows, shape.num_context_tokens, shape.num_prefill_pairs)
-        is_decode = shape.num_tokens == shape.num_rows
+        is_decode = now.shape.num_tokens == now.shape.num_rows
+        plain_s = self._forward_s(now.shape, 0)
+        if is_decode:
+            expected_s = self._forward_s(now.shape, num_draft) if num_draft else plain_s
+            self._ratios.observe(now.shape.num_rows, (seconds - now.draft_s) / expected_s, is_plain=not num_draft)
         if not now.drafted:
-            if is_decode and accepted is None:
-                ratio = min(max(seconds / plain_s, 0.5), 2.0)
-                self._plain_ratio += _RATE * (ratio - self._plain_ratio)
             return
-        accepted = accepted or {}
         for request, (kind, count) in now.drafted.items():
             places = accepted.get(request, ())
             self.num_accepted += len(places)
@@ -363,7 +370,9 @@ class Goodput:
             self._age = 0
             self._times.clear()
         if is_decode:
-            self._guard((now.num_tokens + total) / now.num_tokens * plain_s * self._plain_ratio, seconds)
+            self._guard(
+                (now.num_tokens + total) / now.num_tokens * plain_s * self._ratios.of(now.shape.num_rows)[0], seconds
+            )
             self._total_draft_s += now.draft_s
 
     def _count(self, request: Request, kind: _Kind, count: int, places: Sequence[int]) -> None:

@@ -146,7 +146,8 @@ class DraftCommit(Wrapping):
         output = self.inner(batch, accepted)
         goodput = self.goodput
         if goodput.is_under_way:
-            goodput.end(_accepted_places(accepted) if batch.num_drafts.any() else None)
+            num_draft = int(batch.num_drafts.sum())
+            goodput.end(_accepted_places(accepted) if num_draft else {}, num_draft)
             self.drafter.observe(batch, accepted)
         elif self._wants_all:
             self.drafter.observe(batch, accepted)

@@ -28,6 +28,7 @@ class Machine:
     def __init__(self, token_s: float, draft_s: float = 0.0, belief: float = 1.0) -> None:
         self.now = 0.0
         self.token_s, self.one_draft_s, self.belief = token_s, draft_s, belief
+        self.plain_belief = belief  # the same of steps without drafts
         self.measured = True
         self.left_out_s = 0.0
 
@@ -38,7 +39,8 @@ class Machine:
         return 1.0 + self.token_s * (num_tokens - 1)
 
     def step_s(self, num_tokens: int, num_rows: int = 1, context: int = 0, pairs: int = 0) -> float:
-        return 1.0 + self.belief * self.token_s * (num_tokens - 1)
+        ratio = self.plain_belief if num_tokens == num_rows else self.belief
+        return 1.0 + ratio * self.token_s * (num_tokens - 1)
 
     def draft_s(self, num_rows: int, num_draft: int) -> float:
         return self.one_draft_s * num_draft
@@ -82,7 +84,7 @@ class World:
         self.machine.now += self.machine.true_s(size + sum(counts))
         accepted = {r: range(self.accepted(i, n)) for i, (r, n) in enumerate(zip(self.requests, counts, strict=True))}
         if goodput.is_under_way:
-            goodput.end(accepted if any(counts) else None)
+            goodput.end(accepted, sum(counts))
         self.num_tokens += size + sum(map(len, accepted.values()))
         self.drafts.append(counts)
         assert self.machine.now > start
@@ -174,10 +176,47 @@ def test_it_turns_on_again_when_drafts_become_good() -> None:
 
 
 def test_the_guard_turns_off_what_was_predicted_to_pay_and_does_not() -> None:
-    world = World(Machine(0.3, belief=0.05), [0.5])  # a token costs 20 times what the model says
+    world = World(Machine(0.8, belief=0.02), [0.5])  # a token costs 50 times what the model says
     world.run(100)
     assert world.goodput.stats()["num_guarded"] >= 1
     assert world.run(2000) >= 0.97
+
+
+def test_costs_that_are_believed_too_low_are_seen_before_the_guard_acts() -> None:
+    world = World(Machine(0.3, belief=0.05), [0.5])
+    world.run(100)
+    assert world.goodput.stats()["num_guarded"] == 0
+    assert world.run(1000) >= 0.97
+
+
+def test_a_plain_step_that_is_faster_than_believed_is_found_although_every_step_has_drafts() -> None:
+    machine = Machine(0.03)
+    machine.plain_belief = 1.5  # as if drafts, of which 4 of 10 are accepted, made 32 rows 1.2 times as fast
+    world = World(machine, [0.4] * 32)
+    world.run(100)
+    assert world.goodput.stats()["num_guarded"] == 0
+    assert world.run(1000) >= 0.98 * 32 / machine.true_s(32)
+
+
+def test_plain_steps_that_are_taken_to_be_measured_are_few() -> None:
+    world = World(Machine(0.03), [0.9])
+    world.run(1000)
+    assert 2 <= sum(not any(counts) for counts in world.drafts) <= 10
+
+
+@pytest.mark.parametrize(
+    ("size", "token_s", "chance"), [(8, 0.04, 0.45), (8, 0.04, 0.5), (16, 0.03, 0.5), (16, 0.02, 0.6)]
+)
+def test_requests_that_were_out_of_luck_get_drafts_again(size: int, token_s: float, chance: float) -> None:
+    world = World(Machine(token_s), [chance] * size)
+    world.run(200)
+    tokens, seconds = 0.0, world.machine.now
+    for _ in range(600):
+        world.step()
+        tokens += sum(expected(chance, count) for count in world.drafts[-1])
+    seconds = world.machine.now - seconds
+    best = max(size * expected(chance, n) / world.machine.true_s(size * (1 + n)) for n in range(4))
+    assert tokens / seconds >= 0.98 * best
 
 
 def test_of_a_batch_the_rows_that_are_guessed_well_get_the_drafts() -> None:
