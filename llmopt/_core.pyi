@@ -283,6 +283,9 @@ def panel_bytes(shape: MatrixShape) -> int:
 def packed_bytes(shape: MatrixShape) -> int:
     """Bytes of the whole matrix. ValueError: a shape that no kernel reads."""
 
+def fingerprint(address: int, num_bytes: int, num_threads: int) -> int:
+    """64 bits that are the same for the same bytes, wherever they lie and with any number of threads."""
+
 def pack_panels(
     shape: MatrixShape,
     row_addresses: npt.NDArray[np.int64],

@@ -13,12 +13,14 @@
 #include <atomic>
 #include <exception>
 #include <memory>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "bindings/common.h"
 #include "llmopt/decoder_spec.h"
+#include "llmopt/fingerprint.h"
 #include "llmopt/linear.h"
 #include "llmopt/packed_matrix.h"
 #include "llmopt/parallel.h"
@@ -97,27 +99,48 @@ void unpack_rows(const PackedMatrix& matrix, nb::handle row_indices, uintptr_t o
   }
 }
 
+using Ids = Array1<int64_t>;
+
+Ids view_ids(nb::handle object, const char* argument) {
+  return view<Ids>(object, argument, "a contiguous int64 array on the CPU");
+}
+
+std::span<const int64_t> span(const Ids& ids) { return {ids.data(), ids.shape(0)}; }
+
+// The tokens of a step: the arrays that its inputs look at.
+struct StepTokens {
+  Ids token_ids, positions, logits_indices;
+
+  StepTokens(nb::handle token_ids, nb::handle positions, nb::handle logits_indices)
+      : token_ids(view_ids(token_ids, "token_ids")),
+        positions(view_ids(positions, "positions")),
+        logits_indices(view_ids(logits_indices, "logits_indices")) {}
+
+  DecoderInputs inputs() const {
+    DecoderInputs inputs;
+    inputs.token_ids = span(token_ids);
+    inputs.positions = span(positions);
+    inputs.logits_indices = span(logits_indices);
+    return inputs;
+  }
+};
+
 // The result of a step is None, or the best tokens and their logits.
 nb::object step(Decoder& decoder, OwningStepPlan& plan, nb::handle token_ids, nb::handle positions,
                 nb::handle logits_indices, uintptr_t logits, bool want_best, nb::handle banned_rows,
                 nb::handle banned_ids, uintptr_t hidden) {
-  const char* expected = "a contiguous int64 array on the CPU";
-  const auto tokens = view<Array1<int64_t>>(token_ids, "token_ids", expected);
-  const auto places = view<Array1<int64_t>>(positions, "positions", expected);
-  const auto indices = view<Array1<int64_t>>(logits_indices, "logits_indices", expected);
-  DecoderInputs inputs;
-  inputs.token_ids = {tokens.data(), tokens.shape(0)};
-  inputs.positions = {places.data(), places.shape(0)};
-  inputs.logits_indices = {indices.data(), indices.shape(0)};
+  const StepTokens tokens(token_ids, positions, logits_indices);
+  DecoderInputs inputs = tokens.inputs();
   inputs.logits = pointer<float>(logits);
   inputs.hidden = pointer<float>(hidden);
+  Ids rows, ids;
   if (!banned_rows.is_none() || !banned_ids.is_none()) {
-    const auto rows = view<Array1<int64_t>>(banned_rows, "banned_rows", expected);
-    const auto ids = view<Array1<int64_t>>(banned_ids, "banned_ids", expected);
-    inputs.banned_rows = {rows.data(), rows.shape(0)};
-    inputs.banned_ids = {ids.data(), ids.shape(0)};
+    rows = view_ids(banned_rows, "banned_rows");
+    ids = view_ids(banned_ids, "banned_ids");
+    inputs.banned_rows = span(rows);
+    inputs.banned_ids = span(ids);
   }
-  std::vector<int64_t> best(want_best ? indices.shape(0) : 0);
+  std::vector<int64_t> best(want_best ? inputs.logits_indices.size() : 0);
   std::vector<float> best_values(best.size());
   if (want_best) {
     inputs.best = best.data();
@@ -135,14 +158,8 @@ nb::object step(Decoder& decoder, OwningStepPlan& plan, nb::handle token_ids, nb
 void draft_step(Decoder& decoder, OwningStepPlan& plan, nb::handle token_ids, nb::handle positions,
                 nb::handle logits_indices, uintptr_t features, uintptr_t states, uintptr_t states_out, int top,
                 uintptr_t top_ids, uintptr_t top_log_probs) {
-  const char* expected = "a contiguous int64 array on the CPU";
-  const auto tokens = view<Array1<int64_t>>(token_ids, "token_ids", expected);
-  const auto places = view<Array1<int64_t>>(positions, "positions", expected);
-  const auto indices = view<Array1<int64_t>>(logits_indices, "logits_indices", expected);
-  DecoderInputs inputs;
-  inputs.token_ids = {tokens.data(), tokens.shape(0)};
-  inputs.positions = {places.data(), places.shape(0)};
-  inputs.logits_indices = {indices.data(), indices.shape(0)};
+  const StepTokens tokens(token_ids, positions, logits_indices);
+  DecoderInputs inputs = tokens.inputs();
   inputs.features = pointer<const float>(features);
   inputs.states = pointer<const float>(states);
   inputs.states_out = pointer<float>(states_out);
@@ -203,6 +220,13 @@ void bind_matrices(nb::module_& m) {
   m.def("packed_bytes", &packed_bytes, "shape"_a);
   m.def("pack_panels", &pack_panels, "shape"_a, "row_addresses"_a, "element_stride"_a, "source_type"_a, "out_address"_a,
         "num_threads"_a, "first_panel"_a = 0);
+  m.def(
+      "fingerprint",
+      [](uintptr_t address, int64_t num_bytes, int num_threads) {
+        const nb::gil_scoped_release unlocked;
+        return fingerprint(pointer<const void>(address), num_bytes, num_threads);
+      },
+      "address"_a, "num_bytes"_a, "num_threads"_a);
   m.def("unpack_rows", &unpack_rows, "matrix"_a, "rows"_a, "out_address"_a);
 
   nb::class_<LinearTuning>(m, "LinearTuning")
