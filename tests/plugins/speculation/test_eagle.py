@@ -279,3 +279,51 @@ def test_weights_of_the_target_stay_bit_equal(tmp_path: Path) -> None:
     with llmopt.build(model, [Eagle(write_oracle(tmp_path, model), fixed=4)]) as pipe:
         outputs(pipe)
     assert all(torch.equal(w, before[name]) for name, w in model.state_dict().items())
+
+
+@pytest.mark.native
+def test_pipelines_with_the_same_head_share_its_packed_weights(tmp_path: Path, plain: list[list[int]]) -> None:
+    model = tiny_model()
+    plugins = ["native", Eagle(write_head(tmp_path, "eagle3"), self_check=False, fixed=4)]
+    with llmopt.build(model, plugins) as one:
+        with llmopt.build(model, plugins) as other:
+            assert drafter_of(one).head.packed.memory is drafter_of(other).head.packed.memory
+            assert outputs(one) == outputs(other) == plain
+        assert outputs(one) == plain
+
+
+@pytest.mark.native
+@pytest.mark.parametrize(("bits", "is_packed_again"), [(None, False), (8, True)])
+def test_the_targets_output_matrix_is_not_packed_again_where_it_has_the_form_of_the_heads(
+    bits: int | None, is_packed_again: bool, tmp_path: Path, plain: list[list[int]]
+) -> None:
+    model: Any = tiny_model()
+    bare = write_head(tmp_path / "bare", "eagle1")  # brings no output matrix
+    copy = write_head(tmp_path / "copy", "eagle1", changes={"lm_head.weight": model.lm_head.weight.detach().clone()})
+    found = []
+    for head, has_own in ((bare, is_packed_again), (copy, True)):
+        with llmopt.build(model, ["native", Eagle(head, bits=bits, self_check=False, fixed=4)]) as pipe:
+            assert ("head" in drafter_of(pipe).head.packed.matrices) is has_own
+            assert outputs(pipe) == plain
+            found.append((figures(pipe)["drafted"], figures(pipe)["accepted"]))
+    assert found[0] == found[1]
+
+
+@pytest.mark.native
+def test_a_head_that_reads_the_targets_matrices_follows_them_to_where_they_are_packed_again(tmp_path: Path) -> None:
+    model = forgetful_model()
+    head = write_oracle(tmp_path, model)
+    plugins = ["native", Eagle(head, bits=None, fixed=4)]
+    with llmopt.build(model, plugins) as one, llmopt.build(model, plugins) as other:
+        wanted, before = outputs(one), figures(one)["tokens_per_round"]
+        run = drafter_of(one).head
+        old, count = run._memory, figures(one)["drafted"]
+        assert not {"embedding", "head"} & run.packed.matrices.keys()
+        with torch.no_grad():
+            model.model.norm.weight.mul_(2)  # all logits grow, and the best ones stay
+        assert outputs(one) == wanted
+        assert figures(one)["drafted"] > count
+        assert run._memory is run._target.memory is not old
+        assert run._target.memory is not other.registry.chains["execute"].objects[0].packed.memory
+        assert outputs(other) == wanted
+        assert figures(one)["tokens_per_round"] > 0.8 * before

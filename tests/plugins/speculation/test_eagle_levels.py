@@ -48,7 +48,7 @@ def in_cpp(head: Any, num_threads: int = 1, **kernel: Any) -> Any:
     matrices = {"embedding": MatrixPlan(64, (Rows("weight", 0, 512),), "embedding")}
     shapes = {"embedding": MatrixShape("float32", 512, 64)}
     packed = pack(matrices, {}, shapes, _Weights({"weight": EMBEDDING.weight.detach()}), 1)
-    return NativeHead(head, (packed.matrix("embedding"), packed), cache(), KernelConfig(**kernel), num_threads, 256)
+    return NativeHead(head, packed, None, cache(), KernelConfig(**kernel), num_threads, 256)
 
 
 def first_level(lengths: list[int], tables: list[list[int]], ids: np.ndarray, positions: np.ndarray) -> Level:

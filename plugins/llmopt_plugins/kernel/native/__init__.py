@@ -94,22 +94,24 @@ class Native:
     def llmopt_reserve(self, config: PipelineConfig, context: BuildContext) -> int | None:
         from llmopt_plugins.kernel.native.builder import bytes_to_hold
 
-        return bytes_to_hold(context.model, config.kernel, self._gguf_weights(context.model))
+        return bytes_to_hold(context, config.kernel, self._num_threads(context), self._gguf_weights(context.model))
 
     @hookimpl
     def llmopt_replace_execute(self, config: PipelineConfig, context: BuildContext) -> Execute | None:
         from llmopt_plugins.kernel.native.builder import make_executor
         from llmopt_plugins.kernel.native.packed_store import PackedStore, options_of
 
-        assert context.machine is not None
         model = context.model
         weights = self._gguf_weights(model)
         self._store = None
         if context.source is not None and Path(context.source).exists():
             options = options_of(model.dtype, config.kernel, is_gguf=weights is not None)
             self._store = PackedStore(context.source, model.config, options, self.save)
-        num_threads = num_native_threads(self.threads, context.machine.num_threads)
-        return make_executor(config, context, num_threads, source=weights, store=self._store)
+        return make_executor(config, context, self._num_threads(context), source=weights, store=self._store)
+
+    def _num_threads(self, context: BuildContext) -> int:
+        assert context.machine is not None
+        return num_native_threads(self.threads, context.machine.num_threads)
 
     def _gguf_weights(self, model: PreTrainedModel) -> GgufWeights | None:
         """The file that the model was loaded from, while it is built."""

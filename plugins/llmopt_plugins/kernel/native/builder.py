@@ -18,17 +18,16 @@ from llmopt_plugins.kernel.native.packing import (
     PackedWeights,
     WeightSource,
     extension,
-    fill,
     layout,
     pack,
 )
+from llmopt_plugins.kernel.native.shared_weights import is_packed, refill, share
 from llmopt_plugins.kernel.native.weight_watch import WeightWatch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import numpy as np
-    from transformers import PreTrainedModel
 
     from llmopt.build_context import BuildContext
     from llmopt.config import KernelConfig, PipelineConfig
@@ -64,17 +63,21 @@ def make_executor(
     packed = None if store is None else store.load(plan, num_threads)
     if packed is None:
         shapes = choose_shapes(plan.matrices, weights, config.kernel)
-        packed = pack(plan.matrices, plan.vectors, shapes, weights, num_threads)
+        make = share if source is None else pack
+        packed = make(plan.matrices, plan.vectors, shapes, weights, num_threads)
         if source is None:  # from the model itself, which the self-test may well read then
             context.weights_unread = False
     shapes = {name: shape for name, (shape, _) in packed.matrices.items()}
     tables = [rope.tables(context.max_model_len) for rope in plan.ropes]
     team = thread_team(num_threads)
-    decoder = _Decoder(plan, packed, tables, kv_cache, team, context.max_model_len, context.hidden_layers)
+
+    def make_decoder() -> _Decoder:
+        return _Decoder(plan, packed, tables, kv_cache, team, context.max_model_len, context.hidden_layers)
+
     has_own_weights = source is None
     watch = WeightWatch(model, reads_values=has_own_weights and not context.weights_unread)
 
-    def refresh() -> str | None:
+    def refresh(execute: NativeExecute) -> str | None:
         try:
             now = read_decoder(model)
         except NotNativeError as error:
@@ -86,43 +89,49 @@ def make_executor(
             is_same = choose_shapes(now.matrices, fresh, config.kernel) == shapes
         if not is_same or not has_own_weights:
             return "was changed since the pipeline was built; build again"
-        fill(packed, plan.matrices, plan.vectors, fresh, num_threads)
+        refill(packed, plan.matrices, plan.vectors, fresh, num_threads)
+        if execute.decoder.memory is not packed.memory:
+            execute.use(make_decoder())
         watch.reset()
         return None
 
-    num_bytes = packed.memory.num_bytes
-    about = (
-        f"{plan.kinds}, {describe_formats(shapes)}, {num_bytes / 1e6:.0f} MB packed; {core.isa()} kernels, "
-        f"{team.size} thread{'s' if team.size > 1 else ''}"
-    )
     return NativeExecute(
         packed,
-        decoder,
+        make_decoder(),
         core.StepPlan(),
         plan.vocab_size,
         context.baseline.execute,
         watch,
         refresh,
-        about,
+        model_about=f"{plan.kinds}, {describe_formats(shapes)}",
+        machine_about=f"{core.isa()} kernels, {team.size} thread{'s' if team.size > 1 else ''}",
         hidden_shape=(len(context.hidden_layers), plan.hidden_size),
     )
 
 
-def bytes_to_hold(model: PreTrainedModel, config: KernelConfig, source: WeightSource | None = None) -> int | None:
-    """Bytes of the packed weights, at most; None for a model that the decoder cannot run.
+def bytes_to_hold(
+    context: BuildContext, config: KernelConfig, num_threads: int, source: WeightSource | None = None
+) -> int | None:
+    """Bytes that the packed weights will take, at most; None for a model that the decoder cannot run.
 
-    Nothing is packed and no weight is read. Where packing decides by the weights whether groups of four bits have a
-    minimum, they count as having one (half a bit per weight more).
+    Nothing is packed, and weights are only read to see whether another pipeline has packed the same ones: then no bytes
+    are taken. Where packing decides by the weights whether groups of four bits have a minimum, they count as having one
+    (half a bit per weight more).
 
     :param source: where the weights come from; None: the model itself.
     """
+    model = context.model
     try:
         plan = read_decoder(model)
     except NotNativeError:
         return None
     if config.weight_minimum is None:
         config = replace(config, weight_minimum=True)
-    shapes = choose_shapes(plan.matrices, source or ModelWeights(model), config)
+    weights = source or ModelWeights(model)
+    shapes = choose_shapes(plan.matrices, weights, config)
+    may_share = source is None and not context.weights_unread  # otherwise they come from a file
+    if may_share and is_packed(plan.matrices, plan.vectors, shapes, weights, num_threads):
+        return 0
     return layout(shapes, {name: vector.count for name, vector in plan.vectors.items()})[2]
 
 
@@ -167,7 +176,8 @@ class _Decoder:
         hidden_layers: Sequence[int],
     ) -> None:
         core = extension()
-        self.owners = (packed, tables, kv_cache)
+        self.memory = packed.memory  # `packed` may move to another
+        self.owners = (tables, kv_cache)
         layers = []
         for layer in plan.layers:  # a window that holds every sequence is none
             window = layer.attention.sliding_window

@@ -16,7 +16,7 @@ from torch import Tensor
 from llmopt_plugins.kernel.native.packing import MatrixPlan, PackedWeights, VectorPlan, extension
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 NormKind = Literal["none", "rms", "layer"]
 Activation = Literal["none", "silu", "gelu", "gelu_tanh", "relu", "relu_squared"]
@@ -155,19 +155,20 @@ def native_spec(
     packed: PackedWeights,
     tables: Sequence[tuple[np.ndarray, np.ndarray]],
     hidden_layers: Sequence[int] = (),
-    embedding: Any = None,
+    borrowed: Mapping[str, Any] | None = None,
 ) -> Any:
     """The extension's `DecoderSpec`. Packed weights and tables must outlive it.
 
     :param tables: cos and sin of each rotary embedding.
     :param hidden_layers: where steps show the residual stream, as in `BuildContext.hidden_layers`.
-    :param embedding: another decoder's packed matrix in place of the plan's own; its memory must outlive the spec, too.
+    :param borrowed: another decoder's packed matrices in place of the plan's own; their memory must outlive the spec,
+        too.
     """
     core = extension()
-    make = _Maker(core, packed)
+    make = _Maker(core, packed, borrowed or {})
     spec = core.DecoderSpec()
     spec.hidden_size, spec.vocab_size = plan.hidden_size, plan.vocab_size
-    spec.embedding = packed.matrix(plan.embedding) if embedding is None else embedding
+    spec.embedding = make.matrix(plan.embedding)
     spec.embedding_scale = plan.embedding_scale
     spec.position_embedding = packed.vector(plan.position_embedding)
     spec.num_positions = plan.num_positions
@@ -192,9 +193,12 @@ def native_spec(
 class _Maker:
     """Makes the extension's objects."""
 
-    def __init__(self, core: Any, packed: PackedWeights) -> None:
+    def __init__(self, core: Any, packed: PackedWeights, borrowed: Mapping[str, Any]) -> None:
         self.core = core
-        self.packed = packed
+        self.packed, self.borrowed = packed, borrowed
+
+    def matrix(self, name: str) -> Any:
+        return self.borrowed[name] if name in self.borrowed else self.packed.matrix(name)
 
     def norm(self, plan: NormPlan) -> Any:
         return self.core.NormSpec(
@@ -205,7 +209,7 @@ class _Maker:
         )
 
     def linear(self, plan: LinearPlan) -> Any:
-        return self.core.LinearSpec(weight=self.packed.matrix(plan.matrix), bias=self.packed.vector(plan.bias))
+        return self.core.LinearSpec(weight=self.matrix(plan.matrix), bias=self.packed.vector(plan.bias))
 
     def mlp(self, plan: MlpPlan) -> Any:
         spec = self.core.MlpSpec()

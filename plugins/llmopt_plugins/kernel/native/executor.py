@@ -12,6 +12,7 @@ from torch import Tensor
 
 from llmopt.batch import BestTokens
 from llmopt.hf.rows import join_hidden, take_rows
+from llmopt_plugins.kernel.native.shared_weights import num_users
 
 if TYPE_CHECKING:
     from llmopt.batch import Batch, DraftTokens
@@ -27,12 +28,13 @@ class NativeExecute:
     """Runs batches on the decoder.
 
     :param packed: the weights that the decoder reads.
-    :param decoder: has the extension's ``step``, and owns the memory that it looks at.
+    :param decoder: has the extension's ``step``, and owns the memory that it looks at: ``memory``, and others.
     :param plan: an extension's `StepPlan` of its own.
     :param fallback: runs rows with media or adapters, and everything while the model is another than was packed. It
         uses the same blocks.
-    :param refresh: packs the model's weights again; returns the reason when the decoder cannot run it any more.
-    :param about: one line for `describe`.
+    :param refresh: packs the model's weights again, and gives this object another decoder (`use`) when they lie
+        elsewhere then; returns the reason when the decoder cannot run the model any more.
+    :param model_about: the model in a few words for `describe`; ``machine_about``: what it runs on.
     :param hidden_shape: layers whose hidden states a step shows, and their size.
     """
 
@@ -49,8 +51,9 @@ class NativeExecute:
         vocab_size: int,
         fallback: Execute,
         watch: WeightWatch,
-        refresh: Callable[[], str | None],
-        about: str,
+        refresh: Callable[[NativeExecute], str | None],
+        model_about: str,
+        machine_about: str,
         hidden_shape: tuple[int, int] = (0, 0),
     ) -> None:
         self.fallback = fallback
@@ -58,9 +61,9 @@ class NativeExecute:
         self.vocab_size = vocab_size
         self.why_not_now: str | None = None  # why everything goes to the fallback at the moment
         self.packed: PackedWeights | None = packed
-        self._about = about
-        self._decoder = decoder  # owns the memory that its steps look at
-        self._plan, self._update, self._step = plan, plan.update, decoder.step
+        self._model_about, self._machine_about = model_about, machine_about
+        self._plan, self._update = plan, plan.update
+        self.use(decoder)
         self._logits = _logits_buffer(0, vocab_size)
         self._hidden_shape = hidden_shape
         self._hidden = torch.empty((0, *hidden_shape), dtype=torch.float32, device="cpu")
@@ -89,6 +92,11 @@ class NativeExecute:
         if batch.logits_indices.size == batch.token_ids.size:
             self._decodes, self._rows = batch, rows
         return self._run(batch, rows)
+
+    def use(self, decoder: Any) -> None:
+        """Run on this decoder from now on."""
+        self.decoder = decoder  # owns the memory that its steps look at
+        self._step = decoder.step
 
     def _run(self, batch: Batch, rows: Tensor) -> Tensor | BestTokens:
         """One call. What is looked up and made here is paid for in every token."""
@@ -150,7 +158,7 @@ class NativeExecute:
         watch = self.watch
         if self.why_not_now is None and not watch.has_other_modules() and not watch.has_other_weights():
             return
-        before, self.why_not_now = self.why_not_now, self.refresh()
+        before, self.why_not_now = self.why_not_now, self.refresh(self)
         if self.why_not_now is None:
             self._counts["num_repacks"] += 1
             logger.info("native: the model's weights changed and were packed again.")
@@ -183,18 +191,25 @@ class NativeExecute:
         return sizes
 
     def stats(self) -> dict[str, int]:
-        return dict(self._counts)
+        """Counts; the bytes of all packed weights, and how many pipelines use the same ones."""
+        packed = self.packed
+        num_bytes, users = (0, 0) if packed is None else (packed.memory.num_bytes, num_users(packed))
+        return {**self._counts, "packed_bytes": num_bytes, "num_users": users}
 
     def describe(self) -> str:
+        stats = self.stats()
+        others = stats["num_users"] - 1
+        shared = f" (shared with {others} other pipeline{'s' if others > 1 else ''})" if others > 0 else ""
+        about = f"{self._model_about}, {stats['packed_bytes'] / 1e6:.0f} MB packed{shared}; {self._machine_about}"
         if self.why_not_now is not None:
-            return f"{self._about}; not used at the moment, because the model {self.why_not_now}"
-        return self._about
+            return f"{about}; not used at the moment, because the model {self.why_not_now}"
+        return about
 
     def close(self) -> None:
         """Free the decoder and its memory, and close the fallback."""
         self._decodes, self._known = None, set()
-        self._step = self._update = self._plan = self._decoder = self.packed = None
-        self.refresh = lambda: "was closed"
+        self._step = self._update = self._plan = self.decoder = self.packed = None
+        self.refresh = lambda _: "was closed"
         self._logits = self._rows = _logits_buffer(0, self.vocab_size)
         close = getattr(self.fallback, "close", None)
         if close is not None:

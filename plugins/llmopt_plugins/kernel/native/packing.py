@@ -189,9 +189,9 @@ class Memory(Protocol):
     num_bytes: int
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class PackedWeights:
-    """Where each packed matrix and vector lies in one piece of memory."""
+    """Where each packed matrix and vector lies in one piece of memory, which others may use too (`shared_weights`)."""
 
     memory: Memory
     matrices: dict[str, tuple[MatrixShape, int]] = field(default_factory=dict)  # name -> shape, offset in bytes

@@ -132,10 +132,9 @@ def _run_head(
         reason = why_not_native(facts)
         if reason is None:
             assert context.machine is not None
-            name = "embedding" if "embedding" in packed.matrices else "head"
             kernel = replace(config.kernel, weight_bits=bits, head_bits=None, weight_group_size=0)
             run = NativeHead(
-                head, (packed.matrix(name), packed), kv_cache, kernel,
+                head, packed, getattr(context.model.get_output_embeddings(), "weight", None), kv_cache, kernel,
                 num_native_threads(None, context.machine.num_threads), num_positions,
             )  # fmt: skip
             return run, f"{run.num_bytes / 1e6:.1f} MB packed{' in 8 bits' if bits else ''}"

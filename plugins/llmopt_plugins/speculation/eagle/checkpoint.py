@@ -142,7 +142,9 @@ def make_head(files: HeadFiles, target: Target, embedding: nn.Module, output: nn
     weights = dict(files.weights)
     ids = _target_ids(files, weights, target)
     if "lm_head.weight" not in weights:
-        weights["lm_head.weight"] = output.state_dict()["weight"].detach()[ids]
+        whole = output.state_dict()["weight"].detach()
+        is_all = len(ids) == len(whole) and torch.equal(ids, torch.arange(len(whole)))
+        weights["lm_head.weight"] = whole if is_all else whole[ids]  # no copy where it can be the same
     config = _head_config(files, weights, target)
     has_embedding = "embed_tokens.weight" in weights
     with torch.device("meta"):

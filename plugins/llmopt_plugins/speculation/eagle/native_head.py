@@ -25,14 +25,15 @@ from llmopt_plugins.kernel.native.decoder_plan import (
 from llmopt_plugins.kernel.native.formats import choose_shapes
 from llmopt_plugins.kernel.native.packing import (
     MatrixPlan,
+    Memory,
     PackedWeights,
     QuantizedRows,
     Role,
     Rows,
     VectorPlan,
     extension,
-    pack,
 )
+from llmopt_plugins.kernel.native.shared_weights import share
 from llmopt_plugins.speculation.eagle.level import Guesses, Level
 from llmopt_plugins.speculation.eagle.model import Eagle3Config, Eagle3Head
 from llmopt_plugins.speculation.eagle.search import Growth, Nodes, Pairs
@@ -55,7 +56,9 @@ _ACTIVATIONS: dict[str, Activation] = {
 class NativeHead:
     """Runs the head on the threads of the target's decoder.
 
-    :param embedding: the target's packed embedding, and who owns its memory; for a head without one of its own.
+    :param target: the target's packed weights. A head without an embedding of its own reads the target's; one whose
+        output matrix is the target's reads that too, where it would be packed in the same form.
+    :param output: the target's output matrix, as the model stores it.
     :param kernel: its ``weight_bits`` is that of the head's matrices.
     :param num_positions: positions that the head may be asked for.
     """
@@ -63,7 +66,8 @@ class NativeHead:
     def __init__(
         self,
         head: Eagle3Head | Eagle1Head,
-        embedding: tuple[Any, PackedWeights],
+        target: PackedWeights,
+        output: Tensor | None,
         kv_cache: KVCache,
         kernel: KernelConfig,
         num_threads: int,
@@ -71,14 +75,19 @@ class NativeHead:
     ) -> None:
         core = extension()
         config = head.config
-        plan = _plan(head)
+        plan = self._decoder_plan = _plan(head)
         source = _Weights(dict(head.state_dict()))
         shapes = choose_shapes(plan.matrices, source, kernel)
-        packed = pack(plan.matrices, plan.vectors, shapes, source, num_threads)
-        tables = [rope.tables(num_positions) for rope in plan.ropes]
-        spec = native_spec(plan, packed, tables, embedding=None if head.embed_tokens is not None else embedding[0])
+        self._borrowed: dict[str, str] = {}  # names of matrices here -> in the target
+        if head.embed_tokens is None:
+            self._borrowed["embedding"] = "embedding" if "embedding" in target.matrices else "head"
+        form = target.matrices["head"][0] if "head" in target.matrices else None
+        if output is not None and _is_same(head.lm_head.weight, output) and form == shapes["head"]:
+            self._borrowed["head"] = "head"
+        own = {name: matrix for name, matrix in plan.matrices.items() if name not in self._borrowed}
+        packed = share(own, plan.vectors, {name: shapes[name] for name in own}, source, num_threads)
         layer, shape = kv_cache.layers[0], kv_cache.shapes[0]
-        cache = core.LayerCache(
+        self._cache = core.LayerCache(
             layer.key.data_ptr(),
             layer.value.data_ptr(),
             kv_cache.num_blocks,
@@ -92,18 +101,37 @@ class NativeHead:
         self.packed: PackedWeights | None = packed
         self.state_size = config.hidden_size
         self.num_bytes = packed.memory.num_bytes
-        self._owners: tuple[Any, ...] = (packed, tables, embedding, kv_cache)
+        self._kv_cache: KVCache | None = kv_cache  # keeps what the decoder looks at
+        self._tables = [rope.tables(num_positions) for rope in plan.ropes]
+        self._target: PackedWeights | None = target
         self._target_ids = (head.d2t + torch.arange(config.draft_vocab_size)).numpy()
-        self._decoder = core.Decoder(spec, [cache], thread_team(num_threads))
+        self._team = thread_team(num_threads)
         self._plan = core.StepPlan()
-        self._search = core.TreeSearch(self._decoder, self._target_ids.tolist())
+        self._connect()
         self._rows = core.FeatureRows
         self._block_size = kv_cache.block_size
         self._states = _new_states(0, config.hidden_size)
         self._ids = np.empty((0, 0), dtype=np.int32)
         self._log_probs = np.empty((0, 0), dtype=np.float32)
 
+    def _connect(self) -> None:
+        """Make the decoder on the memory in which the target's weights lie now."""
+        core, packed, target = extension(), self.packed, self._target
+        assert packed is not None
+        assert target is not None
+        borrowed = {name: target.matrix(there) for name, there in self._borrowed.items()}
+        spec = native_spec(self._decoder_plan, packed, self._tables, borrowed=borrowed)
+        self._decoder = core.Decoder(spec, [self._cache], self._team)
+        self._search = core.TreeSearch(self._decoder, self._target_ids.tolist())
+        self._memory: Memory | None = target.memory
+
+    def _follow(self) -> None:
+        """When the target's weights were packed again elsewhere, read them there."""
+        if self._target is not None and self._target.memory is not self._memory:
+            self._connect()
+
     def __call__(self, level: Level, hidden: Tensor, top: int, *, are_features: bool = False) -> Guesses | None:
+        self._follow()
         plan = (level.block_tables, level.seq_lens, level.cu_seqlens_q, level.slot_mapping)
         if level.draft_masks is None:
             self._plan.update(*plan)
@@ -131,6 +159,7 @@ class NativeHead:
         return self._rows(hidden.data_ptr(), *hidden.shape, rows, taps)
 
     def search(self, pairs: Pairs, growth: Growth) -> tuple[list[Nodes], int]:
+        self._follow()
         found = self._search.run(
             pairs.block_tables, pairs.num_pairs, pairs.lengths, pairs.token_ids, pairs.positions, pairs.features,
             self._block_size, growth.width, growth.depth, growth.counts, growth.least_gain, growth.least_chance,
@@ -139,12 +168,17 @@ class NativeHead:
 
     def close(self) -> None:
         self._search = self._decoder = self._plan = self.packed = None
-        self._owners = ()
+        self._target = self._memory = self._kv_cache = None
 
 
 def _new_states(count: int, size: int) -> Tensor:
     with torch.inference_mode(False):
         return torch.empty((count, size), dtype=torch.float32, device="cpu")
+
+
+def _is_same(a: Tensor, b: Tensor) -> bool:
+    """Whether both are the same values in the same memory."""
+    return a.data_ptr() == b.data_ptr() and (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
 
 
 class _Weights:

@@ -89,3 +89,17 @@ def test_where_packing_decides_about_minimums_the_pool_counts_with_them(limited:
         with build("native", WeightQuant(bits=4, minimum=minimum)) as pipe:
             pools.append(pipe.describe().pool_bytes)
     assert pools[0] == pools[1]
+
+
+@pytest.mark.native
+def test_weights_that_another_pipeline_has_packed_take_nothing_from_the_pool(limited: Any) -> None:
+    limited(cpus=1, limit_bytes=GIB, used_bytes=GIB // 2)
+    pools = []
+    with build("native") as first:
+        pools.append(first.describe().pool_bytes)
+        with build("native") as second:
+            pools.append(second.describe().pool_bytes)
+        with build("native", WeightQuant(bits=8)) as other:
+            eighths = other.describe().pool_bytes
+            assert abs((GIB // 2 - packed_bytes(other)) // 2 - eighths) <= block_bytes(other)
+        assert abs(pools[1] - pools[0] - packed_bytes(first) // 2) <= 2 * block_bytes(first)
