@@ -92,7 +92,7 @@ class _Measuring:
         context_s = least_s if context_s is None else max(context_s, least_s / 16)
         pair_s = 0.0  # prompts that are never cut: what attention costs is in their own points
         if not self.has_states:
-            pair_s = max(self._prefill_pair_s(prompts[-1][1] / prompts[-1][0]), context_s / 64)
+            pair_s = max(self._prefill_pair_s(prompts[-1][1] / prompts[-1][0], context_s), context_s / 64)
         return Measurements(
             prompts=tuple(prompts),
             rows=tuple(rows),
@@ -167,8 +167,11 @@ class _Measuring:
         seconds = min(self._time(long, [1] * count) for _ in range(2)) - self._time(short, [1] * count)
         return max(0.0, seconds / (count * (length - 2)))
 
-    def _prefill_pair_s(self, token_s: float) -> float:
-        """Seconds per token and context token: a chunk at the end of a long prompt against one at its start."""
+    def _prefill_pair_s(self, token_s: float, context_s: float) -> float:
+        """Seconds per token and context token: a chunk at the end of a long prompt against one at its start.
+
+        :param context_s: what reading a KV token takes, which is no part of this.
+        """
         left = self.deadline - time.perf_counter()
         count = 64
         while count > 8 and (count * token_s * 4 > left or 2 * count > self.room):
@@ -178,7 +181,7 @@ class _Measuring:
             return 0.0
         late = self._time([self._request(start, start + count, self.blocks)], [count])
         early = self._time([self._request(0, count, self.blocks)], [count])
-        return max(0.0, (late - early) / (num_pairs(count, start) - num_pairs(count, 0)))
+        return max(0.0, (late - early - start * context_s) / (num_pairs(count, start) - num_pairs(count, 0)))
 
     def _copy(self) -> tuple[float, float]:
         """Fixed seconds, and seconds per byte, of copying blocks out of the pool."""

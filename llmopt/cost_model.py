@@ -30,12 +30,13 @@ class StepShape:
 
     num_tokens: int  # tokens of the forward
     num_rows: int  # requests that they belong to
-    num_context_tokens: int  # KV tokens that decodes read for their newest token, itself included
+    # KV tokens that decodes read for their newest token, itself included, and those of earlier steps that chunks read
+    num_context_tokens: int
     num_prefill_pairs: int  # tokens times context, summed over drafts and rows of several tokens
 
     @classmethod
     def of(cls, batch: Batch) -> StepShape:
-        """The shape of a batch. A decode with drafts reads its context once, and its drafts are pairs beside that."""
+        """The shape of a batch. A row reads its context once; drafts and tokens of a chunk are pairs beside that."""
         context = pairs = 0
         for count, length, num_draft in zip(
             batch.num_scheduled.tolist(), batch.seq_lens.tolist(), batch.num_drafts.tolist(), strict=True
@@ -45,6 +46,7 @@ class StepShape:
                 if num_draft:
                     pairs += num_pairs(num_draft, length - num_draft)
             else:
+                context += length - count
                 pairs += num_pairs(count, length - count)
         return cls(batch.num_tokens, batch.num_requests, context, pairs)
 
@@ -55,8 +57,8 @@ class Measurements:
 
     prompts: tuple[tuple[int, float], ...]  # tokens of one prompt from its start, and the time of its step; ascending
     rows: tuple[tuple[int, float], ...] = ()  # rows of one token with next to no context, ascending
-    context_token_s: float = 0.0  # per KV token that a row of one token reads
-    prefill_pair_s: float = 0.0  # per token and context token of longer rows
+    context_token_s: float = 0.0  # per KV token that a row reads
+    prefill_pair_s: float = 0.0  # per token and context token of longer rows, beside that
     copy_fixed_s: float = 0.0  # a copy between pool and host memory, whatever its size
     copy_byte_s: float = 0.0  # per byte of such a copy
     max_tokens: int = 4096  # tokens that a step may have
@@ -133,7 +135,8 @@ class CostModel:
 
         :param num_tokens: tokens of the forward, in all rows.
         :param num_rows: requests that they belong to.
-        :param num_context_tokens: KV tokens that decodes read for their newest token, over all of them.
+        :param num_context_tokens: KV tokens that rows read: decodes for their newest token, chunks of what earlier steps
+            left, over all of them.
         :param num_prefill_pairs: tokens times context of longer rows and of drafts: see `num_pairs`.
         :raises PluginError: nothing was measured.
         """
@@ -165,16 +168,16 @@ class CostModel:
 
         :param num_decode_rows: rows of one token in the same step.
         :param num_context_tokens: KV tokens that these rows read.
-        :param num_computed_tokens: where the chunk starts in its prompt.
+        :param num_computed_tokens: where the chunk starts in its prompt; it reads the KV before that.
         :param limit: tokens that are left of the prompt, when that is less than a step holds.
         """
         self._found()
-        most = self.max_tokens - num_decode_rows
+        most, context = self.max_tokens - num_decode_rows, num_context_tokens + num_computed_tokens
         low, high = 0, max(0, most if limit is None else min(limit, most))
 
         def fits(count: int) -> bool:
             pairs = num_pairs(count, num_computed_tokens)
-            return self.step_s(num_decode_rows + count, num_decode_rows + 1, num_context_tokens, pairs) <= budget_s
+            return self.step_s(num_decode_rows + count, num_decode_rows + 1, context, pairs) <= budget_s
 
         while low < high:
             middle = (low + high + 1) // 2
@@ -189,7 +192,7 @@ class CostModel:
         total, start = 0.0, num_computed_tokens
         while start < num_tokens:
             count = min(self.max_tokens or 1, num_tokens - start)
-            total += self.step_s(count, 1, 0, num_pairs(count, start))
+            total += self.step_s(count, 1, start, num_pairs(count, start))
             start += count
         return total
 
@@ -309,7 +312,7 @@ class CostModel:
         )
         lines += [
             f"rows beyond the first add  {rows or 'nothing that was measured'}",
-            f"a decode reads a KV token in  {1e6 * found.context_token_s * self._context_scale:.3f} us",
+            f"a row reads a KV token in     {1e6 * found.context_token_s * self._context_scale:.3f} us",
             f"a prefill token and KV token  {1e6 * found.prefill_pair_s * self._pair_scale:.4f} us",
             f"a copy of 1 MB                {1e3 * self.copy_s(10**6):.3f} ms",
             f"{self._num_observed} steps observed, off by {math.expm1(self._error):.1%} in the mean of the last ones",

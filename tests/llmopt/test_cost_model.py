@@ -118,7 +118,7 @@ def test_it_never_falls_when_something_grows_as_measured_and_after_a_thousand_od
     assert_monotone(model)
 
 
-def test_a_decode_with_drafts_reads_its_context_once_and_its_drafts_are_pairs() -> None:
+def test_a_row_reads_its_context_once_and_tokens_of_chunks_and_drafts_are_pairs() -> None:
     batch: Any = SimpleNamespace(
         num_scheduled=np.array([1, 4, 8]),
         seq_lens=np.array([50, 103, 20]),
@@ -126,7 +126,7 @@ def test_a_decode_with_drafts_reads_its_context_once_and_its_drafts_are_pairs() 
         num_tokens=13,
         num_requests=3,
     )
-    assert StepShape.of(batch) == StepShape(13, 3, 50 + 100, num_pairs(3, 100) + num_pairs(8, 12))
+    assert StepShape.of(batch) == StepShape(13, 3, 50 + 100 + 12, num_pairs(3, 100) + num_pairs(8, 12))
 
 
 def test_the_largest_prefill_fills_the_budget_and_no_more() -> None:
@@ -135,7 +135,8 @@ def test_the_largest_prefill_fills_the_budget_and_no_more() -> None:
         for rows, context in ((0, 0), (8, 4000)):
             for start in (0, 700):
                 count = model.largest_prefill(budget, rows, context, num_computed_tokens=start)
-                cost = [model.step_s(rows + n, rows + 1, context, num_pairs(n, start)) for n in (count, count + 1)]
+                shapes = [(rows + n, rows + 1, context + start, num_pairs(n, start)) for n in (count, count + 1)]
+                cost = [model.step_s(*shape) for shape in shapes]
                 assert count == 0 or cost[0] <= budget
                 assert cost[1] > budget
     assert model.largest_prefill(0.005) == 0
@@ -146,7 +147,7 @@ def test_the_largest_prefill_fills_the_budget_and_no_more() -> None:
 
 def test_a_prompt_longer_than_a_step_is_computed_in_several() -> None:
     model = fitted()
-    steps = model.step_s(2048, 1, 0, num_pairs(2048, 0)) + model.step_s(952, 1, 0, num_pairs(952, 2048))
+    steps = model.step_s(2048, 1, 0, num_pairs(2048, 0)) + model.step_s(952, 1, 2048, num_pairs(952, 2048))
     assert model.recompute_s(3000) == pytest.approx(steps)
     assert model.recompute_s(3000, 2048) < model.recompute_s(3000)
 

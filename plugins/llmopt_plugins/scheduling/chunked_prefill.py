@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from llmopt.queue import QueueLoad, RequestQueue
     from llmopt.stages import Budget
 
-_STEPS_PER_TOKEN = 2.0  # without a target, a step with a chunk takes so many times a step of decodes alone
+_STEPS_PER_TOKEN = 2.4  # without a target, a step with a chunk takes so many times a step of decodes alone
 _SMALLEST_CHUNK = 16  # a prompt goes on, whatever the target
+_TILE = 16  # kernels compute so many rows of a matrix at once: a tile that is not full takes as long
 _LARGEST_SURPRISE = 2.0  # steps that take longer than predicted shrink the next ones by this factor at most
 _LONE_CHUNK = 1024  # when nobody decodes: a prompt that arrives meanwhile waits for so many tokens at most
 
@@ -90,7 +91,7 @@ class ChunkedBudget:
         computed = load.prompts[0].num_computed_tokens if load.prompts else 0
         target_s /= self.surprise
         chunk = cost.largest_prefill(target_s, decodes, context, num_computed_tokens=computed)
-        chunk = max(chunk - chunk % 8, _SMALLEST_CHUNK)
+        chunk = max((decodes + chunk) // _TILE * _TILE - decodes, _SMALLEST_CHUNK)
         missing = load.num_prompt_tokens + sum(r.num_tokens for r in itertools.islice(queue.waiting, 8))
         if chunk > _SMALLEST_CHUNK and missing >= chunk:  # as long as planned, then
             self._began_s, self._predicted_s = self.clock(), target_s
@@ -126,7 +127,7 @@ class ChunkedPrefill:
 
     def __init__(self, chunk_size: int | str = "auto", max_itl_ms: float | None = None) -> None:
         """:param chunk_size: tokens of a step, decodes included, or "auto": what the measured cost of a step allows.
-        :param max_itl_ms: with "auto": milliseconds between two tokens of a stream. None: twice a step without chunk.
+        :param max_itl_ms: with "auto": milliseconds between two tokens of a stream. None: 2.4 times a step without chunk.
         """
         if chunk_size != "auto":
             check_int("chunk_size", chunk_size, 1, other=', or "auto"', of="tokens")
