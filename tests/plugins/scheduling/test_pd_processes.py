@@ -97,7 +97,8 @@ def test_tokens_are_those_of_one_process_greedy_sampled_and_with_continuations(p
     assert tokens(pipe) == wanted()
     after = stats(pipe)
     assert after["num_handed_over"] == before["num_handed_over"] + 5  # one prompt is short
-    assert after["num_prefill_tokens"] - before["num_prefill_tokens"] == sum(len(p) - 1 for p in PROMPTS if len(p) > 20)
+    assert after["num_prefill_tokens"] - before["num_prefill_tokens"] == sum(len(p) for p in PROMPTS if len(p) > 20)
+    assert after["num_first_tokens"] - before["num_first_tokens"] == 5
     sampled = {"temperature": 1.0, "top_k": 20, "seed": 3, "n": 2}
     assert tokens(pipe, **sampled) == wanted(**sampled)
     assert stats(pipe)["num_recomputed"] == before["num_recomputed"]

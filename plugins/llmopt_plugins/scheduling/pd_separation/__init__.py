@@ -1,6 +1,6 @@
 """Prefill and decode apart: as two lines of one engine, or in processes of their own.
 
-Stage: budget (wraps) in slices; probe, lookup, allocate (wraps), and the memory of the pool, with processes.
+Stage: budget (wraps) in slices; probe, lookup, allocate, execute (wraps), and the memory of the pool, with processes.
 Promise: exact, only where and in which step a prompt is computed changes.
 Helps: streams under a steady flow of prompts. In slices most steps carry no prompt at all, and prompts come in slices
 large enough to be efficient; with processes no step carries a long prompt, and decodes keep CPUs of their own.
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from llmopt.config import PipelineConfig
     from llmopt.kv_cache import KVStorage
     from llmopt.pipeline import InferencePipeline
-    from llmopt.stages import Allocate, Budget, Lookup, Probe
+    from llmopt.stages import Allocate, Budget, Execute, Lookup, Probe
     from llmopt_plugins.scheduling.pd_separation.process_mode import ProcessMode
 
 _DECODE_SHARE, _PATIENCE_MS = 0.25, 300.0
@@ -118,6 +118,10 @@ class PdSeparation:
     @hookimpl
     def llmopt_wrap_allocate(self, allocate: Allocate) -> Allocate | None:
         return None if self._process is None else self._process.wrap_allocate(allocate)
+
+    @hookimpl
+    def llmopt_wrap_execute(self, execute: Execute, context: BuildContext) -> Execute | None:
+        return None if self._process is None else self._process.wrap_execute(execute, context)
 
     @hookimpl
     def llmopt_finish(self, pipeline: InferencePipeline) -> None:

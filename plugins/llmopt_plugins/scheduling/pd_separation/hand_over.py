@@ -11,9 +11,12 @@ from typing import TYPE_CHECKING, Any
 from llmopt.block_pool import GIVEN_BACK
 from llmopt.errors import PipelineClosedError
 from llmopt_plugins.scheduling.pd_separation.keeper import Job, Keeper
+from llmopt_plugins.scheduling.pd_separation.weight_mark import WeightMark
 from llmopt_plugins.wrapping import Wrapping
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from llmopt.block_pool import BlockPool
     from llmopt.build_context import BuildContext
     from llmopt.pipeline import InferencePipeline
@@ -35,11 +38,13 @@ class HandOver:
         self.keepers: list[Keeper] = []
         self.closers: list[Callable[[], None]] = []  # called before the keepers are closed
         self.pipeline: InferencePipeline | None = None
-        self.mark: tuple[int, int] = (0, 0)  # of the model whose weights the workers have
+        self.weights: WeightMark | None = None  # of the model as the workers have it
         self.jobs: dict[Request, tuple[Keeper, Job]] = {}
         self.tried: dict[Request, int] = {}  # request -> its pre-emptions when a worker had its turn
         self.waiting: set[Request] = set()  # long prompts for which no worker had time
-        self.counts = {"num_handed_over": 0, "num_prefill_tokens": 0, "num_recomputed": 0}
+        # request -> how many tokens it had, and the logits of the last one, [vocab] float32: what a worker has computed
+        self.answers: dict[Request, tuple[int, np.ndarray]] = {}
+        self.counts = {"num_handed_over": 0, "num_prefill_tokens": 0, "num_first_tokens": 0, "num_recomputed": 0}
         self._orphans: list[Job] = []  # blocks of requests that went away while a worker wrote to them
         self._pid = os.getpid()  # whose workers they are
         self._lock = threading.Lock()  # of what `on_over` shares with the others
@@ -47,7 +52,7 @@ class HandOver:
     def start(self, pipeline: InferencePipeline) -> None:
         """Begin to hand over, to keepers that were started."""
         self.pipeline = pipeline
-        self.mark = mark_of(pipeline.model)
+        self.weights = WeightMark(pipeline.model)
 
     def is_for_workers(self, request: Request) -> bool:
         """Whether a worker may compute this request's prompt, if it is long enough."""
@@ -74,9 +79,9 @@ class HandOver:
 
         False when it cannot: it has just gone, or has other weights than this process has by now.
         """
-        if self.pipeline is None or mark_of(self.pipeline.model) != self.mark:
+        if self.pipeline is None or self.weights is None or not self.weights.is_same():
             return False
-        end = request.num_tokens - 1
+        end = request.num_tokens
         job = Job(request.request_id, request.token_ids[:end].copy(), request.block_table, found, end)
         if not keeper.add(job):
             return False
@@ -87,7 +92,10 @@ class HandOver:
         return True
 
     def take(self, request: Request) -> int | None:
-        """The tokens of a handed over request whose KV is there; None when the worker is not done."""
+        """The tokens of a handed over request that need no step; None when the worker is not done.
+
+        The last one is always left to a step, which finds its logits in `answers`.
+        """
         _, job = self.jobs[request]
         if not job.is_over:
             return None
@@ -95,13 +103,16 @@ class HandOver:
         request.block_table = job.blocks
         self.counts["num_prefill_tokens"] += job.num_done - job.start
         self.counts["num_recomputed"] += job.error is not None
-        return job.num_done
+        if job.logits is not None and job.num_done == request.num_tokens:
+            self.answers[request] = job.num_done, job.logits
+        return min(job.num_done, request.num_tokens - 1)
 
     def forget(self, request: Request) -> None:
         """The request needs its prompt no more. Blocks to which a worker may still write are freed when it is done."""
         if request.is_finished:
             self.tried.pop(request, None)
             self.waiting.discard(request)
+        self.answers.pop(request, None)
         entry = self.jobs.pop(request, None)
         if entry is None:
             return
@@ -150,6 +161,7 @@ class HandOver:
         for _, job in self.jobs.values():
             self._orphans.append(job)
         self.jobs.clear()
+        self.answers.clear()
         self.reap()
 
 
@@ -238,13 +250,3 @@ class HandOverAllocate(Wrapping):
 
     def num_blocks_ever(self, request: Request) -> int:
         return self.inner.num_blocks_ever(request)
-
-
-def mark_of(model: Any) -> tuple[int, int]:
-    """Changes when weights are written to, exchanged or added."""
-    count = versions = 0
-    for parameter in model.parameters():
-        count += 1
-        with contextlib.suppress(RuntimeError):  # made in inference mode: without versions
-            versions += parameter._version
-    return count, versions

@@ -52,6 +52,7 @@ class Job:
     is_wanted: bool = True
     is_over: bool = False  # nobody writes to the blocks any more
     error: str | None = None  # why it is over before its end
+    logits: np.ndarray | None = None  # [vocab] float32, of token ``end - 1``, once its KV is there
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +188,7 @@ class Keeper:
                 self._jobs.remove(job)
         if job.error is None:
             job.num_done = num_done
+            job.logits = done.logits
         self._feed()
         is_last = job.num_in_flight == 0 and (job.num_done == job.end or job.error is not None or not job.is_wanted)
         job.is_over = is_last
@@ -294,7 +296,7 @@ class Keeper:
 
 
 def chunk_batch(job: Job, start: int, count: int, block_size: int) -> Batch:
-    """The batch of a part of a prompt; it wants no logits."""
+    """The batch of a part of a prompt; it wants logits of its end, and no others."""
     positions = np.arange(start, start + count)
     num_blocks = -(-(start + count) // block_size)
     table = np.array(job.blocks[:num_blocks], dtype=np.int32)
@@ -307,7 +309,7 @@ def chunk_batch(job: Job, start: int, count: int, block_size: int) -> Batch:
         seq_lens=np.array([start + count], dtype=np.int32),
         block_tables=table[None],
         slot_mapping=table[positions // block_size].astype(np.int64) * block_size + positions % block_size,
-        logits_indices=NO_IDS,
+        logits_indices=np.array([count - 1]) if start + count == job.end else NO_IDS,
         slots=np.zeros(1, dtype=np.int32),
         num_drafts=np.zeros(1, dtype=np.int32),
     )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from llmopt.errors import PluginOptionError, PluginUnavailableError
 from llmopt.plugin_info import info_of
 from llmopt_plugins.scheduling.pd_separation.cpu_split import Share, SplitProbe
+from llmopt_plugins.scheduling.pd_separation.first_token import HandOverExecute
 from llmopt_plugins.scheduling.pd_separation.hand_over import HandOver, HandOverAllocate, HandOverLookup
 from llmopt_plugins.scheduling.pd_separation.keeper import Keeper, Limits, Process
 from llmopt_plugins.scheduling.pd_separation.launch import LocalProcess
@@ -23,7 +24,7 @@ from llmopt_plugins.scheduling.pd_separation.worker import sample_of, shapes_of
 if TYPE_CHECKING:
     from llmopt.build_context import BuildContext
     from llmopt.pipeline import InferencePipeline
-    from llmopt.stages import Allocate, Lookup, Probe
+    from llmopt.stages import Allocate, Execute, Lookup, Probe
 
 
 class ProcessMode:
@@ -99,6 +100,10 @@ class ProcessMode:
     def wrap_allocate(self, allocate: Allocate) -> Allocate:
         assert self.hand_over is not None
         return HandOverAllocate(allocate, self.hand_over)
+
+    def wrap_execute(self, execute: Execute, context: BuildContext) -> Execute:
+        assert self.hand_over is not None
+        return HandOverExecute(execute, self.hand_over, context.cost_model)
 
     def finish(self, pipeline: InferencePipeline) -> None:
         """Start the workers and wait until they are ready.

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+
 if TYPE_CHECKING:
     from llmopt.config import PipelineConfig
 
@@ -58,6 +60,7 @@ class Done:
     number: int
     seconds: float
     error: str | None = None
+    logits: np.ndarray | None = None  # [vocab] float32, of the last token of a prompt: where the batch wants them
 
 
 class Channel(Protocol):

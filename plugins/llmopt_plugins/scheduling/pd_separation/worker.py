@@ -85,6 +85,8 @@ def serve(channel: Channel, make: Callable[[Setup], tuple[InferencePipeline, Cal
 
     :param make: builds the pipeline, and what sends the written blocks after each chunk, if they must be sent.
     """
+    import torch
+
     from llmopt.batch import Batch
 
     setup = channel.recv()
@@ -99,12 +101,15 @@ def serve(channel: Channel, make: Callable[[Setup], tuple[InferencePipeline, Cal
             chunk: Chunk | None = channel.recv()
             if chunk is None:
                 return
-            start, reason = time.perf_counter(), None
+            start, reason, logits = time.perf_counter(), None, None
             try:
-                pipe.execute(Batch.from_bytes(chunk.batch), None)
+                found = pipe.execute(Batch.from_bytes(chunk.batch), None)
+                assert isinstance(found, torch.Tensor), "a chunk wants logits"
+                if len(found):
+                    logits = found[-1].float().numpy()
             except Exception as error:
                 reason = f"{type(error).__name__}: {error}"
-            channel.send(Done(chunk.number, time.perf_counter() - start, reason))
+            channel.send(Done(chunk.number, time.perf_counter() - start, reason, logits))
             if reason is None:
                 send(chunk.blocks)
 
