@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from llmopt.bench.separation import PARTS, Separation, SeparationTiming
+from llmopt.bench.separation import PARTS, Agreement, Separation, SeparationTiming
 from llmopt.bench.target import Target
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 
-def separation_table(setting: Separation, timings: Sequence[SeparationTiming], dtype: str) -> Table:
+def separation_table(
+    setting: Separation, timings: Sequence[SeparationTiming], agreements: Sequence[Agreement], dtype: str
+) -> Table:
     """One row per pipeline."""
     from rich.table import Table
 
@@ -31,14 +33,14 @@ def separation_table(setting: Separation, timings: Sequence[SeparationTiming], d
         "tokens",
     ):
         made.add_column(heading, justify="right", no_wrap=True)
-    for timing in timings:
+    for timing, agreement in zip(timings, agreements, strict=True):
         made.add_row(
             timing.name,
             *(f"{1e3 * timing.gap_s(part, share):.1f}" for part in PARTS for share in (0.5, 0.99)),
             f"{timing.ratio:.2f}",
             f"{1e3 * timing.first_token_p50_s:.0f}",
             *(f"{timing.rate(part):.0f}" for part in PARTS),
-            "same" if timing.has_tokens_of(timings[0]) else "others",
+            agreement.word,
         )
     return made
 
@@ -46,13 +48,14 @@ def separation_table(setting: Separation, timings: Sequence[SeparationTiming], d
 def separation_lines(
     setting: Separation,
     timings: Sequence[SeparationTiming],
+    agreements: Sequence[Agreement],
     target: Target,
     model: str,
     dtype: str,
     environment: dict[str, Any],
 ) -> Iterator[dict[str, Any]]:
     """One record per pipeline; times in milliseconds."""
-    for timing in timings:
+    for timing, agreement in zip(timings, agreements, strict=True):
         yield {
             "workload": "separation",
             "contender": timing.name,
@@ -68,7 +71,10 @@ def separation_lines(
             "p99_ratio": timing.ratio,
             "ttft_p50_ms": 1e3 * timing.first_token_p50_s,
             **{f"{part}_tokens_per_s": timing.rate(part) for part in PARTS},
-            "same_tokens": timing.has_tokens_of(timings[0]),
+            "tokens": agreement.word,
+            "num_outputs": agreement.num_outputs,
+            "num_other_outputs": agreement.num_others,
+            "replay_max_gap": agreement.gap,
             **target.record(),
             **environment,
         }

@@ -95,10 +95,10 @@ def _arrivals(run: BenchRun, names: list[str], model: PreTrainedModel, pipelines
 
 def separation(run: BenchRun) -> Section:
     """Streams beside prompts that other processes compute. Pipelines are built one after the other."""
-    from functools import partial
+    from functools import cache, partial
 
-    from llmopt.bench.comparison import build_pipeline, serving_sets
-    from llmopt.bench.separation import Separation, run_separation, separation_target
+    from llmopt.bench.comparison import build_pipeline, float32_copy, serving_sets
+    from llmopt.bench.separation import Separation, compare_tokens, run_separation, separation_target
     from llmopt.bench.separation_report import separation_lines, separation_table
     from llmopt.plugin_search import make_plugin
 
@@ -125,11 +125,14 @@ def separation(run: BenchRun) -> Section:
     with progress("separation") as advance:
         builders = [(name, partial(build, chosen)) for name, chosen in sets.items()]
         timings = run_separation(builders, setting, run.share_s, advance)
+        advance("replay")
+        reference = cache(lambda: float32_copy(model))
+        agreements = [compare_tokens(timings[0], timing, reference, run.options.max_gap) for timing in timings]
     run.num_left -= 1
-    target, dtype = separation_target(timings, quick=run.options.quick), dtype_name(model)
-    records = list(separation_lines(setting, timings, target, run.model_name, dtype, run.where))
-    passed = all(timing.has_tokens_of(timings[0]) for timing in timings) or dtype != "float32"
-    return Section(separation_table(setting, timings, dtype), records, passed, target)
+    target, dtype = separation_target(timings, agreements[-1], quick=run.options.quick), dtype_name(model)
+    records = list(separation_lines(setting, timings, agreements, target, run.model_name, dtype, run.where))
+    passed = all(agreement.passed for agreement in agreements)
+    return Section(separation_table(setting, timings, agreements, dtype), records, passed, target)
 
 
 def reuse(run: BenchRun, names: list[str]) -> Iterator[Section]:
