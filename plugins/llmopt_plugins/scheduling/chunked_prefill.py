@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from llmopt import PluginInfo, hookimpl
+from llmopt.cost_model import num_pairs
 from llmopt_plugins.option_checks import check_int, check_number, check_use
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 _STEPS_PER_TOKEN = 2.4  # without a target, a step with a chunk takes so many times a step of decodes alone
 _SMALLEST_CHUNK = 16  # a prompt goes on, whatever the target
 _TILE = 16  # kernels compute so many rows of a matrix at once: a tile that is not full takes as long
-_LARGEST_SURPRISE = 2.0  # steps that take longer than predicted shrink the next ones by this factor at most
+_LARGEST_SURPRISE = 1.5  # steps that take longer than predicted shrink the next ones by this factor at most
 _LONE_CHUNK = 1024  # when nobody decodes: a prompt that arrives meanwhile waits for so many tokens at most
 
 
@@ -89,12 +90,12 @@ class ChunkedBudget:
         if target_s is None:
             target_s = _STEPS_PER_TOKEN * cost.step_s(decodes, decodes, context)
         computed = load.prompts[0].num_computed_tokens if load.prompts else 0
-        target_s /= self.surprise
-        chunk = cost.largest_prefill(target_s, decodes, context, num_computed_tokens=computed)
+        chunk = cost.largest_prefill(target_s / self.surprise, decodes, context, num_computed_tokens=computed)
         chunk = max((decodes + chunk) // _TILE * _TILE - decodes, _SMALLEST_CHUNK)
         missing = load.num_prompt_tokens + sum(r.num_tokens for r in itertools.islice(queue.waiting, 8))
-        if chunk > _SMALLEST_CHUNK and missing >= chunk:  # as long as planned, then
-            self._began_s, self._predicted_s = self.clock(), target_s
+        if missing >= chunk:
+            shape = (decodes + chunk, decodes + 1, context + computed, num_pairs(chunk, computed))
+            self._began_s, self._predicted_s = self.clock(), cost.step_s(*shape)
         return chunk
 
     def _learn(self, ratio: float) -> None:

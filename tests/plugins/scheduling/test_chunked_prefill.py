@@ -52,10 +52,7 @@ def test_steps_beside_decodes_hold_the_target_and_use_it(target_s: float) -> Non
 
 def test_steps_that_take_longer_than_predicted_make_the_next_ones_smaller() -> None:
     class Optimist(LinearCost):
-        def largest_prefill(
-            self, budget_s: float, num_decode_rows: int = 0, num_context_tokens: int = 0, **o: Any
-        ) -> int:
-            return super().largest_prefill(1.5 * budget_s, num_decode_rows, num_context_tokens)
+        base_s, token_s = LinearCost.base_s / 1.5, LinearCost.token_s / 1.5
 
     sim = Simulation(budgets=[lambda inner, sim: ChunkedBudget(inner, None, 0.030, Optimist(), sim.clock)])  # type: ignore[arg-type]
     gaps = stall(sim)
@@ -153,3 +150,22 @@ def test_describe_and_stats_say_how_large_chunks_are() -> None:
 def test_bad_options_say_what_was_wanted(options: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         ChunkedPrefill(**options)
+
+
+def test_chunks_that_slow_steps_made_as_small_as_can_be_grow_again() -> None:
+    sim = simulation(None, 0.017)
+    for number in range(16):
+        sim.at(0.0, f"stream-{number}", 32, new=500)
+    sim.at(0.5, "long", 8192, new=1)
+
+    class Uneven(LinearCost):
+        """What steps really take: three times as long for half a second."""
+
+        def step_s(self, *shape: Any) -> float:
+            return (3.0 if 0.5 < sim.now < 1.0 else 1.0) * super().step_s(*shape)
+
+    sim.budget.cost, sim.cost = sim.cost, Uneven()
+    sim.run()
+    chunks = [step["long"] for step in sim.steps if step.get("long", 0) > 1 and len(step) > 1]
+    assert min(chunks[:-1]) == 16
+    assert chunks[0] == chunks[-2] == 48
