@@ -33,7 +33,6 @@ def build(*, costly: bool = True, num_blocks: int = 24, **options: Any) -> Infer
     pipe = build_tiny(plugins=plugins, block_size=BLOCK, max_model_len=80, pool_bytes=pool_bytes(num_blocks, BLOCK))
     if costly:
         store = store_of(pipe)
-        store._block_s = 1e9
         store.cost_model.recompute_s = lambda num_tokens, num_computed_tokens=0: 1e9  # type: ignore[method-assign]
     return pipe
 
@@ -101,7 +100,6 @@ def test_host_memory_is_bounded_and_what_does_not_fit_is_computed(num_slots: int
 def test_where_restoring_is_slower_than_computing_nothing_is_stored_or_restored(plain: InferencePipeline) -> None:
     with build(costly=False) as pipe:
         store = store_of(pipe)
-        store._block_s = 0.0
         store.cost_model.recompute_s = lambda num_tokens, num_computed_tokens=0: 0.0  # type: ignore[method-assign]
         tokens(pipe, [PREFIX])
         flood(pipe)
@@ -109,7 +107,7 @@ def test_where_restoring_is_slower_than_computing_nothing_is_stored_or_restored(
         stats = pipe.stats()["lookup.kv_offload"]
         assert stats["num_memory_stored"] == stats["num_memory_restored"] == 0
         assert stats["num_memory_skipped"] > 0
-        store._block_s = 1e9
+        store.block_s = lambda: 1e9  # type: ignore[method-assign]
         flood(pipe, 1)
         assert pipe.stats()["lookup.kv_offload"]["num_memory_stored"] > 0
         assert tokens(pipe, [PREFIX]) == tokens(plain, [PREFIX])
@@ -129,7 +127,7 @@ def test_a_model_whose_weights_were_changed_gets_nothing_back(tmp_path: Path) ->
     model = tiny_model(seed=5)
     plugins = ["prefix_cache", "paged_kv", KvOffload(folder=str(tmp_path), file_bytes=1 << 20)]
     with llmopt.build(model, plugins, block_size=BLOCK, max_model_len=80, pool_bytes=pool_bytes(24, BLOCK)) as pipe:
-        store_of(pipe)._block_s = 1e9
+        store_of(pipe).block_s = lambda: 1e9  # type: ignore[method-assign]
         tokens(pipe, [PREFIX])
         flood(pipe)
         with torch.no_grad():

@@ -165,7 +165,6 @@ def test_blocks_come_back_whole_from_host_memory_and_from_a_file(with_file: bool
     host = (8 if with_file else 200) * BLOCK * BYTES_PER_TOKEN
     with build("prefix_cache", "paged_kv", KvOffload(host_bytes=host, folder=folder), num_blocks=30) as pipe:
         store = store_of(pipe)
-        store._block_s = 1e9
         store.cost_model.recompute_s = lambda num_tokens, num_computed_tokens=0: 1e9  # type: ignore[method-assign]
         assert tokens(pipe) == wanted
         flood(pipe)

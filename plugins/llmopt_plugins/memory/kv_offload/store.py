@@ -75,10 +75,13 @@ class BlockStore:
         one_way = cost_model.copy_s(self.block_bytes)
         self.memory_tier = Tier(one_way, one_way)
         self.file_tier = Tier(*_time_file(file, self.block_bytes)) if file is not None else Tier(0.0, 0.0)
-        num_blocks = max(1, min(_PROMPT_TOKENS, pool.num_blocks * pool.block_size) // pool.block_size)
-        self._block_s = cost_model.recompute_s(num_blocks * pool.block_size) / num_blocks
+        self._prompt_blocks = max(1, min(_PROMPT_TOKENS, pool.num_blocks * pool.block_size) // pool.block_size)
         pool.on_evict.append(self.put)
         index.on_clear.append(self.clear)
+
+    def block_s(self) -> float:
+        """Seconds to compute a block within a prompt, as steps are now: what `build` has measured may be over."""
+        return self.cost_model.recompute_s(self._prompt_blocks * self.pool.block_size) / self._prompt_blocks
 
     # -- out ----------------------------------------------------------------------------------------------------------
     def put(self, blocks: list[int], keys: list[bytes]) -> None:
@@ -92,7 +95,7 @@ class BlockStore:
         tier = self.memory_tier
         if not new or not self.num_slots:
             return
-        if tier.out_s > _MAX_OUT_SHARE * self._block_s:
+        if tier.out_s > _MAX_OUT_SHARE * self.block_s():
             tier.num_skipped += len(new)
             tier.out_s *= _DOUBT
             return
@@ -125,7 +128,7 @@ class BlockStore:
         tier, file = self.file_tier, self.file
         if file is None or not self.is_durable[slot] or digest in file:
             return
-        if self.memory_tier.out_s + tier.out_s > _MAX_OUT_SHARE * self._block_s:  # both were spent on this block
+        if self.memory_tier.out_s + tier.out_s > _MAX_OUT_SHARE * self.block_s():  # both were spent on this block
             tier.num_skipped += 1
             tier.out_s *= _DOUBT
             return
@@ -260,7 +263,7 @@ class BlockStore:
             }
         if self.file is not None:
             found["num_blocks_in_file"], found["num_damaged"] = len(self.file), self.file.num_damaged
-        found["recompute_ms"] = 1e3 * self._block_s
+        found["recompute_ms"] = 1e3 * self.block_s()
         return found
 
 
