@@ -135,7 +135,7 @@ class CostModel:
 
         :param num_tokens: tokens of the forward, in all rows.
         :param num_rows: requests that they belong to.
-        :param num_context_tokens: KV tokens that rows read: decodes for their newest token, chunks of what earlier steps
+        :param num_context_tokens: KV tokens that rows read: decodes for their newest token, chunks what earlier steps
             left, over all of them.
         :param num_prefill_pairs: tokens times context of longer rows and of drafts: see `num_pairs`.
         :raises PluginError: nothing was measured.

@@ -4,8 +4,8 @@ Streams decode alone for a while, then beside one long prompt after the other. A
 processes keeps a part of the CPUs for prompts, also when there are none, so the pipelines are built and run one after
 the other, there and back; all others have every CPU.
 
-Prompts beside which streams are timed want one token: what they decoded further would be another stream, and no prefill.
-Before and after those a prompt wants several, so that the KV that was handed over is read.
+Prompts beside which streams are timed want one token: what they decoded further would be another stream, and no
+prefill. Before and after those a prompt wants several, so that the KV that was handed over is read.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Agreement:
             return "same tokens"
         told = f"{self.num_others} of {self.num_outputs} outputs part"
         if self.gap or self.baseline_gap:
-            told += f", {self.gap:.2f} below the best of a float32 copy at most, without the plugin {self.baseline_gap:.2f}"
+            told += f", at most {self.gap:.2f} below the best of a float32 copy, the baseline {self.baseline_gap:.2f}"
         return f"{'same tokens up to near-ties' if self.passed else 'other tokens'} ({told})"
 
 
@@ -116,8 +116,8 @@ def compare_tokens(
 ) -> Agreement:
     """Whether two pipelines gave the same tokens.
 
-    In half precision the order of additions decides near-ties, and it depends on chunks and on who else is in the batch.
-    So outputs that part are replayed, both of them, through a float32 copy.
+    In half precision the order of additions decides near-ties, and it depends on chunks and on who else is in the
+    batch. So outputs that part are replayed, both of them, through a float32 copy.
 
     :param make_reference: called when outputs part: the copy, or None when the model computes in float32 itself, which
         demands the same tokens.

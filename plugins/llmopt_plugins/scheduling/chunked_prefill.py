@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from llmopt.queue import QueueLoad, RequestQueue
     from llmopt.stages import Budget
 
-_STEPS_PER_TOKEN = 2.4  # without a target, a step with a chunk takes so many times a step of decodes alone
+_STEPS_PER_TOKEN = 2.5  # without a target, a step with a chunk takes so many times a step of decodes alone
 _SMALLEST_CHUNK = 16  # a prompt goes on, whatever the target
 _TILE = 16  # kernels compute so many rows of a matrix at once: a tile that is not full takes as long
 _LARGEST_SURPRISE = 1.5  # steps that take longer than predicted shrink the next ones by this factor at most
@@ -128,7 +128,7 @@ class ChunkedPrefill:
 
     def __init__(self, chunk_size: int | str = "auto", max_itl_ms: float | None = None) -> None:
         """:param chunk_size: tokens of a step, decodes included, or "auto": what the measured cost of a step allows.
-        :param max_itl_ms: with "auto": milliseconds between two tokens of a stream. None: 2.4 times a step without chunk.
+        :param max_itl_ms: with "auto": milliseconds between two tokens of a stream. None: 2.5 times one without chunk.
         """
         if chunk_size != "auto":
             check_int("chunk_size", chunk_size, 1, other=', or "auto"', of="tokens")
