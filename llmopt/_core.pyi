@@ -61,6 +61,53 @@ class BlockPool:
     def kept(self) -> list[int]: ...
     def error(self) -> str: ...
 
+class PrefixIndex:
+    """What the kept blocks of a pool hold. Keys have 16 bytes, digests 32; ids are token ids.
+
+    AssertionError: a call that the state of the pool does not allow. ValueError: sizes do not fit.
+    """
+
+    def __init__(self, pool: BlockPool, block_size: int) -> None: ...
+    @property
+    def num_collisions(self) -> int: ...
+    @property
+    def tokens(self) -> npt.NDArray[np.int32]:
+        """A view: ``[num_blocks, block_size]``, -1 behind the end of a part."""
+
+    @property
+    def digests(self) -> npt.NDArray[np.uint8]:
+        """A view: ``[num_blocks, 32]``."""
+
+    @property
+    def is_durable(self) -> npt.NDArray[np.bool_]:
+        """A view: ``[num_blocks]``."""
+
+    @property
+    def serials(self) -> npt.NDArray[np.int64]:
+        """A view: ``[num_blocks]``, 0 for blocks that are not entered."""
+
+    @property
+    def parents(self) -> npt.NDArray[np.int64]:
+        """A view: ``[num_blocks]``, the serial number of what a block follows."""
+
+    def new_serial(self) -> int: ...
+    def hash_blocks(self, last: bytes, ids: npt.NDArray[np.int64], /) -> bytes: ...
+    def match(self, root: int, keys: bytes, ids: npt.NDArray[np.int64], /) -> list[int]: ...
+    def match_part(self, serial: int, ids: npt.NDArray[np.int64], /) -> tuple[int, int]: ...
+    def enter(
+        self,
+        blocks: Sequence[int],
+        ids: npt.NDArray[np.int64],
+        keys: bytes,
+        digests: bytes,
+        serial: int,
+        is_durable: bool,
+        /,
+    ) -> tuple[int, int]: ...
+    def enter_part(self, block: int, ids: npt.NDArray[np.int64], key: bytes, serial: int, /) -> None: ...
+    def forget(self, blocks: Sequence[int], /) -> None: ...
+    def followers(self, serial: int, /) -> list[int]: ...
+
 class LayerCache:
     """Addresses and sizes of one layer's cache. The caller keeps the memory alive."""
 

@@ -41,6 +41,11 @@ class BlockPool:
         self.num_evicted = 0  # since the pool was made
 
     @property
+    def native_pool(self) -> Any:
+        """The extension's pool, for native code that looks at it; None when the bookkeeping is plain."""
+        return None if isinstance(self._blocks, PlainBlocks) else self._blocks
+
+    @property
     def num_free(self) -> int:
         """Blocks that nobody holds: empty ones, and kept ones that `allocate` may evict."""
         return int(self._blocks.num_unused + self._blocks.num_kept)

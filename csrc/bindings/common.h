@@ -82,6 +82,8 @@ void bind_fused(nb::module_& m);
 void bind_gguf(nb::module_& m);
 // Defined in pack_drafts.cc: batches of decodes with drafts.
 void bind_pack_drafts(nb::module_& m);
+// Defined in prefix_index.cc: what the blocks of a pool hold.
+void bind_prefix_index(nb::module_& m);
 // Defined in sample.cc: tokens drawn from rows of logits.
 void bind_sample(nb::module_& m);
 void bind_suffix_automaton(nb::module_& m);

@@ -251,6 +251,7 @@ NB_MODULE(_core, m) {
   bind_fused(m);
   bind_machine_probe(m);
   bind_pack_drafts(m);
+  bind_prefix_index(m);
   bind_sample(m);
   bind_suffix_automaton(m);
   bind_tree_search(m);

@@ -77,7 +77,7 @@ def test_a_part_in_the_pool_and_a_part_in_memory_make_one_prefix(plain: Inferenc
     with build(num_blocks=20) as pipe:
         tokens(pipe, [PREFIX], max_new_tokens=1)
         pipe.between_steps(lambda: pipe.block_pool.evict(5))  # the end of the sequence
-        assert len(index_of(pipe).children) == 5
+        assert (index_of(pipe).serials > 0).sum() == 5
         (made,) = pipe.batch([PREFIX], max_new_tokens=6, ignore_eos=True, progress=False)
         assert made.num_cached_tokens >= 36
         assert [made.token_ids] == tokens(plain, [PREFIX], max_new_tokens=6)

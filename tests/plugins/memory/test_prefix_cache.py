@@ -61,8 +61,9 @@ def assert_index_is_true(pipe: InferencePipeline) -> None:
     assert len({int(index.serials[b]) for b in entered}) == len(entered)
     for block in entered:
         assert pool.find(pool.key_of(block) or b"") == [block]
-        assert block in index.children[int(index.parents[block])]
-    assert sum(map(len, index.children.values())) == len(entered)
+        assert block in index.followers(int(index.parents[block]))
+    parents = {int(index.parents[b]) for b in entered}
+    assert sum(len(index.followers(p)) for p in parents) == len(entered)
 
 
 def assert_at_rest(pipe: InferencePipeline) -> None:

@@ -135,7 +135,7 @@ class PrefixCache:
         def copy() -> None:
             index = lookup.index
             chain = index.new_chain(salt)
-            chain.extend(np.array(ids), size, index.make_key)
+            index.extend(chain, np.array(ids, dtype=np.int64))
             keys = chain.keys
             blocks = pipeline.block_pool.find(bytes(keys))
             if len(blocks) == len(keys) // KEY_BYTES:
@@ -169,7 +169,7 @@ class PrefixCache:
         def enter() -> None:
             index, pool = lookup.index, pipeline.block_pool
             chain = index.new_chain(prefix.salt)
-            chain.extend(np.array(ids), pool.block_size, index.make_key)
+            index.extend(chain, np.array(ids, dtype=np.int64))
             keys = chain.keys
             num_blocks = len(keys) // KEY_BYTES
             known = pool.find(bytes(keys))
@@ -182,10 +182,7 @@ class PrefixCache:
                 )
             blocks = known + pool.allocate(num_blocks - len(known))
             scatter(lookup.kv_cache, prefix.tensors, list(range(len(known), num_blocks)), blocks[len(known) :])
-            for place, block in enumerate(blocks):
-                part = prefix.token_ids[place * pool.block_size : (place + 1) * pool.block_size].numpy()
-                if not index.enter_block(chain, block, part):
-                    break
+            index.enter_blocks(chain, blocks, np.array(ids, dtype=np.int64))
             pool.share(blocks[len(known) :])  # as if used twice, so that it outlives prompts that come once
             pool.free(blocks[len(known) :])
             pool.free(blocks)

@@ -4,13 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-
-import numpy as np
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 
 DIGEST_BYTES = 32
 KEY_BYTES = 16
@@ -43,20 +36,6 @@ class Chain:
     num_foreign: int = NEVER  # leading blocks that others had entered when it was first asked
     has_failed: bool = False  # it was looked up and could not start
     awaited: tuple[object, int, int] | None = None  # whom it waits for, that one's progress, and how often in vain
-
-    def extend(self, token_ids: np.ndarray, block_size: int, make_key: Callable[[bytes], bytes]) -> None:
-        """Compute digests and keys of all full blocks of these first tokens."""
-        start = len(self.digests) // DIGEST_BYTES
-        stop = token_ids.size // block_size
-        if start >= stop:
-            return
-        data = token_ids[start * block_size : stop * block_size].astype(np.int32).tobytes()
-        size = 4 * block_size
-        last = bytes(self.digests[-DIGEST_BYTES:]) or self.seed
-        for place in range(0, len(data), size):
-            last = strong_hash(last + data[place : place + size])
-            self.digests += last
-            self.keys += make_key(last)
 
     def reset(self) -> None:
         """Hold nothing any more; the keys stay true, because tokens are only added."""

@@ -115,7 +115,7 @@ class CachedLookup(Wrapping):
                 place = len(request.block_table)
                 request.block_table.append(block)
                 if place == chain.num_entered:
-                    index.enter_block(chain, block, request.token_ids[place * size : (place + 1) * size])
+                    index.enter_blocks(chain, [block], request.token_ids[place * size : (place + 1) * size])
         found = len(request.block_table) * size
         if chain.num_entered * size < found:
             return found  # an equal key of another content: nothing is known of what follows
