@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 _FIXED = (1, 2, 4, 8, 16)
 _HOST_DRAFTS = 8
 _MAX_MODEL_LEN = 2048
+_MOST_ROUNDS = 40
+_WAVES = 3  # requests of a full batch's round, in batches
 
 
 class Spoiled:
@@ -93,27 +95,55 @@ def _decode_s(
     return time.perf_counter() - start, sum(one.num_output_tokens for one in made) - before
 
 
+def _full_batch_s(pipe: InferencePipeline, prompts: list[tuple[list[int], int]], size: int) -> tuple[float, int]:
+    """Seconds, and tokens, while ``size`` requests run: as one ends the next begins.
+
+    From the first token of all of the first ones until fewer are left. What comes after says how much longer one answer
+    is than the others, and not how fast a batch of this size is.
+
+    :param pipe: runs ``size`` requests at a time.
+    """
+    from llmopt.bench.reuse import _request
+
+    made = [_request(pipe, ids, new, ignore_eos=False) for ids, new in prompts]
+    start, before, end, after = 0.0, 0, 0.0, 0
+
+    def on_progress(_: Any) -> None:
+        nonlocal start, before, end, after
+        if not start and all(one.num_output_tokens or one.is_finished for one in made[:size]):
+            start, before = time.perf_counter(), sum(one.num_output_tokens for one in made)
+        if not end and sum(not one.is_finished for one in made) < size:
+            end, after = time.perf_counter(), sum(one.num_output_tokens for one in made)
+
+    for one in made:
+        pipe.add(one, on_progress)
+    pipe.wait(lambda: all(one.is_finished for one in made))
+    return end - start, after - before
+
+
 def _compare(
     setting: Setting,
     name: str,
     pipes: dict[str, InferencePipeline],
     new: int | None = None,
     skip: int = 0,
+    run: Callable[[InferencePipeline, list[tuple[list[int], int]]], tuple[float, int]] | None = None,
     batch: int = 1,
-    may_end: bool = False,
 ) -> dict[str, float]:
-    """Tokens per second of each contender, prompts left out; the first round warms up and does not count."""
+    """Tokens per second of each contender, prompts left out; the first round warms up and does not count.
+
+    :param run: seconds and tokens of ``batch`` prompts; None: `_decode_s` of each by itself.
+    """
     spent = dict.fromkeys(pipes, 0.0)
     tokens = dict.fromkeys(pipes, 0)
     end, number = time.monotonic() + setting.seconds, 0
-    while number < 3 or (time.monotonic() < end and number < 9):
+    while number < 3 or (time.monotonic() < end and number < _MOST_ROUNDS):
         setting.on_progress(f"{name} {number}")
         order = list(pipes.items())
         for contender, pipe in order if number % 2 else reversed(order):
             for prompts in _batches(setting, name, number, batch):
-                seconds, count = _decode_s(
-                    pipe, [(ids, new or length) for ids, length in prompts], skip, may_end=may_end
-                )
+                prompts = [(ids, new or length) for ids, length in prompts]
+                seconds, count = run(pipe, prompts) if run is not None else _decode_s(pipe, prompts, skip)
                 if number:
                     spent[contender] += seconds
                     tokens[contender] += count
@@ -147,12 +177,20 @@ def drafts_chat(setting: Setting) -> ReuseResult:
     return _drafts(setting, "drafts_chat", "chat", 0.98)
 
 
-def _head(setting: Setting, batch: int, wanted: float) -> ReuseResult:
-    pipes = {"plain": _plain(setting), "eagle": _with(setting, "eagle")}
-    rates = _compare(setting, "chat", pipes, batch=batch, may_end=True)
-    title = f"{TEXTS['chat'].summary}, {batch} at a time, decode only"
+def _head(setting: Setting, size: int, wanted: float) -> ReuseResult:
+    if size == 1:
+        pipes = {"plain": _plain(setting), "eagle": _with(setting, "eagle")}
+        rates = _compare(setting, "chat", pipes, run=lambda pipe, prompts: _decode_s(pipe, prompts, may_end=True))
+        title = f"{TEXTS['chat'].summary}, decode only"
+    else:
+        pipes = {"plain": _plain(setting, max_num_requests=size)}
+        pipes["eagle"] = _with(setting, "eagle", config={"max_num_requests": size})
+        rates = _compare(
+            setting, "chat", pipes, run=lambda pipe, prompts: _full_batch_s(pipe, prompts, size), batch=_WAVES * size
+        )
+        title = f"{TEXTS['chat'].summary}, {size} at a time: as one ends the next begins"
     text = f"eagle at least {wanted:g} times as fast"
-    return _result(setting, f"head{batch}", title, rates, wanted, "plain", "eagle", text)
+    return _result(setting, f"head{size}", title, rates, wanted, "plain", "eagle", text)
 
 
 def head1(setting: Setting) -> ReuseResult:
@@ -176,7 +214,7 @@ def head_tokens(setting: Setting) -> ReuseResult:
 
     rows: list[tuple[str, dict[str, float | str]]] = []
     best = 0.0
-    for count in (2, 4, 8, 12):
+    for count in (2, 4, 8, 12, 16, 24):
         pipe = _with(setting, "eagle", num_draft=count, fixed=count)
         for number in range(1 if setting.quick else 2):
             setting.on_progress(f"trees of {count} {number}")
@@ -211,7 +249,9 @@ def fixed_k(setting: Setting) -> ReuseResult:
     for drafter, text in (("ngram", "edit"), ("ngram", "chat"), *[("eagle", "chat")] * ("eagle" in _drafters(setting))):
         always = {"ngram": ("num_draft",), "eagle": ("num_draft", "fixed")}[drafter]
         pipes = {"auto": _with(setting, drafter), "off": _plain(setting)}
-        pipes |= {f"k={k}": _with(setting, drafter, **dict.fromkeys(always, k)) for k in _FIXED}
+        for k in _FIXED:
+            options: dict[str, Any] = dict.fromkeys(always, k)
+            pipes[f"k={k}"] = _with(setting, drafter, **options)
         rates = _compare(setting, text, pipes)
         best = max((name for name in rates if name != "auto"), key=rates.__getitem__)
         share = rates["auto"] / rates[best]
@@ -320,15 +360,17 @@ def _drafters(setting: Setting) -> list[str]:
     return ["ngram", "eagle"]
 
 
-def _plain(setting: Setting) -> InferencePipeline:
-    return setting.build(max_model_len=_MAX_MODEL_LEN)
+def _plain(setting: Setting, **config: Any) -> InferencePipeline:
+    return setting.build(max_model_len=_MAX_MODEL_LEN, **config)
 
 
-def _with(setting: Setting, drafter: str, *others: Any, **options: Any) -> InferencePipeline:
+def _with(
+    setting: Setting, drafter: str, *others: Any, config: dict[str, Any] | None = None, **options: Any
+) -> InferencePipeline:
     from llmopt.plugin_search import make_plugin
 
     plugin = make_plugin(drafter, {**setting.plugins.get(drafter, {}), **options})
-    return setting.build(plugin, *others, max_model_len=_MAX_MODEL_LEN)
+    return setting.build(plugin, *others, max_model_len=_MAX_MODEL_LEN, **(config or {}))
 
 
 WORKLOADS: dict[str, Callable[[Setting], ReuseResult]] = {

@@ -78,9 +78,27 @@ class _Round:
     shape: StepShape
     began_s: float
     num_tokens: int  # that the step gives without drafts
-    drafted: dict[Request, tuple[int, int]] = field(default_factory=dict)  # kind, and number of tokens
+    # kind of each draft, its tokens, and those that were asked for
+    drafted: dict[Request, tuple[int, int, int]] = field(default_factory=dict)
     draft_s: float = 0.0  # that drafting took
     predicted: float = 1.0  # speed-up
+
+
+@dataclass(frozen=True, slots=True)
+class _Times:
+    """Predicted seconds of a step with 0, 1, ... draft tokens."""
+
+    forwards: list[float]  # with all that the host does, without drafting
+    drafts: list[float]  # of drafting, by the number of tokens that are asked for
+    draft_row_s: float  # what one more draft costs to verify, while they are few
+
+    def of(self, num_asked: int, num_made: float) -> float:
+        """Of a step in which a drafter is asked for some tokens and makes fewer."""
+        low = int(num_made)
+        rest = num_made - low
+        forwards = self.forwards
+        seconds = forwards[low] + (rest * (forwards[low + 1] - forwards[low]) if rest > 0.0 else 0.0)
+        return seconds + self.drafts[num_asked]
 
 
 class Goodput:
@@ -107,7 +125,7 @@ class Goodput:
         self.kinds = [_Kind(Acceptance(prior, max_num_draft)) for prior in priors]
         self._round: _Round | None = None
         self._sleep = 0  # steps until the drafter is asked again
-        self._times: dict[tuple[int, int, int], tuple[list[float], float]] = {}  # predicted; by tokens, rows, context
+        self._times: dict[tuple[int, int, int], _Times] = {}  # by tokens, rows and context
         self._age = 0  # rounds since they were computed
         self._token_s = self._draft_row_s = 0.0  # see `price`
         self._skills: dict[Request, list[float]] = {}  # accepted and expected drafts, of late
@@ -162,13 +180,15 @@ class Goodput:
         kind = self.kinds[row.kind]
         times = self._step_times(now, 1)
         chances = kind.acceptance.chances()
-        most = min(row.room, len(times) - 1)
-        plain = now.num_tokens / times[0]
-        tokens = [float(now.num_tokens)]
+        most = min(row.room, len(times.forwards) - 1)
+        plain = now.num_tokens / times.forwards[0]
+        tokens, costs, made = [float(now.num_tokens)], [times.forwards[0]], 0.0
         best, best_count, kept = 0.0, 0, 0.0
-        for count in range(1, most + 1):
+        for count, share in enumerate(kind.acceptance.made()[:most], start=1):
+            made += share
             tokens.append(tokens[-1] + chances[count - 1])
-            rate = tokens[count] / times[count]
+            costs.append(times.of(count, made))
+            rate = tokens[count] / costs[count]
             if count == kind.num_draft:
                 kept = rate
             if rate > best:
@@ -180,7 +200,7 @@ class Goodput:
         if best_count and best > (_STAY if kind.is_on and kind.num_draft else 1.0 + _MIN_GAIN) * plain:
             self._turn_on(kind)
             kind.num_draft = best_count
-            return [self._explore(kind, best_count, most, tokens, times)]
+            return [self._explore(kind, best_count, most, tokens, costs)]
         return [self._probe(kind, row.room, times) if row.room else 0]
 
     def _explore(self, kind: _Kind, count: int, most: int, tokens: list[float], times: list[float]) -> int:
@@ -198,18 +218,20 @@ class Goodput:
     def _plan_many(self, rows: Sequence[Row], now: _Round) -> list[int]:
         """The most likely drafts of all rows first, as long as they raise the goodput of the step."""
         counts = [0] * len(rows)
-        candidates: list[tuple[float, int, int]] = []
+        candidates: list[tuple[float, int, int, float]] = []
+        shares = [kind.acceptance.made() for kind in self.kinds]
         for place, row in enumerate(rows):
-            skill = self._skill_of(row.request)
+            skill, made = self._skill_of(row.request), shares[row.kind]
             for depth, chance in enumerate(self.kinds[row.kind].acceptance.chances()[: row.room]):
-                candidates.append((-min(1.0, skill * chance), depth, place))
+                candidates.append((-min(1.0, skill * chance), depth, place, made[depth]))
         candidates.sort()  # chances of a row never rise, so every prefix has the first ones of each row
         times = self._step_times(now, len(rows))
-        plain = now.num_tokens / times[0]
-        tokens, best, best_count = float(now.num_tokens), plain, 0
-        for count, (chance, _, _) in enumerate(candidates[: len(times) - 1], start=1):
+        plain = now.num_tokens / times.forwards[0]
+        tokens, best, best_count, num_made = float(now.num_tokens), plain, 0, 0.0
+        for count, (chance, _, _, share) in enumerate(candidates[: len(times.forwards) - 1], start=1):
             tokens -= chance
-            rate = tokens / times[count]
+            num_made += share
+            rate = tokens / times.of(count, num_made)
             if rate > best:
                 best, best_count = rate, count
             elif rate < 0.8 * best:
@@ -218,7 +240,7 @@ class Goodput:
         self._token_s = 1.0 / best
         is_worth_it = best > (1.0 + _MIN_GAIN) * plain or any(self.kinds[row.kind].is_on for row in rows)
         if best_count and is_worth_it:
-            for _, _, place in candidates[:best_count]:
+            for _, _, place, _ in candidates[:best_count]:
                 counts[place] += 1
             for row, count in zip(rows, counts, strict=True):
                 if not count and (record := self._skills.get(row.request)) is not None:
@@ -243,7 +265,7 @@ class Goodput:
     def _turn_on(self, kind: _Kind) -> None:
         kind.is_on, kind.wait, kind.back_off = True, 0, 1
 
-    def _probe(self, kind: _Kind, room: int, times: list[float]) -> int:
+    def _probe(self, kind: _Kind, room: int, times: _Times) -> int:
         """A kind of draft does not pay: whether it is tried all the same, and with how many tokens.
 
         Waits are so long that probes which fail cost a fixed share of the time, and grow while they fail.
@@ -262,12 +284,13 @@ class Goodput:
         if not kind.trials:
             kind.wait = self._wait_of(times) * kind.back_off
             kind.back_off = min(2 * kind.back_off, _MAX_BACK_OFF)
-        kind.probed_cost = times[count] / times[0]
+        kind.probed_cost = times.of(count, count) / times.forwards[0]
         self.num_probes += 1
         return count
 
-    def _wait_of(self, times: list[float]) -> int:
-        probe = times[_probe_size(_PROBE_DRAFTS, times)] / times[0] - 1.0
+    def _wait_of(self, times: _Times) -> int:
+        count = _probe_size(_PROBE_DRAFTS, times)
+        probe = times.of(count, count) / times.forwards[0] - 1.0
         return max(1, math.ceil(probe / _PROBE_SHARE))
 
     def _skill_of(self, request: Request) -> float:
@@ -275,26 +298,21 @@ class Goodput:
         hits, expected = self._skills.get(request, (0.0, 0.0))
         return min(2.0, (hits + 4.0) / (expected + 4.0))
 
-    def _step_times(self, now: _Round, num_rows: int) -> list[float]:
-        """Predicted seconds of the step with 0, 1, ... drafts, with the time that drafting them takes."""
+    def _step_times(self, now: _Round, num_rows: int) -> _Times:
+        """Predicted seconds of the step with drafts for so many rows."""
         shape = now.shape
         context = shape.num_context_tokens + shape.num_prefill_pairs
         key = (shape.num_tokens, shape.num_rows, num_rows << 8 | int(8.0 * math.log2(context + 64.0)))
-        if key not in self._times:
+        times = self._times.get(key)
+        if times is None:
             most = min(num_rows * self.max_num_draft, max(_MOST, self.max_num_draft))
-            forwards = [self._forward_s(shape, count) for count in range(most + 1)]
             plain, drafted = self._ratios.of(shape.num_rows)
-            least = plain * forwards[0]
-            forwards = [least, *(max(least, drafted * seconds) for seconds in forwards[1:])]
-            some = min(4 * num_rows, len(forwards) - 1)
-            self._times[key] = (
-                [
-                    seconds + (self._draft_s(min(count, num_rows), -(-count // num_rows)) if count else 0.0)
-                    for count, seconds in enumerate(forwards)
-                ],
-                (forwards[some] - forwards[0]) / max(1, some),
-            )
-        times, self._draft_row_s = self._times[key]
+            least = plain * self._forward_s(shape, 0)
+            forwards = [least, *(max(least, drafted * self._forward_s(shape, n)) for n in range(1, most + 1))]
+            drafts = [0.0, *(self._draft_s(min(n, num_rows), -(-n // num_rows)) for n in range(1, most + 1))]
+            some = min(4 * num_rows, most)
+            times = self._times[key] = _Times(forwards, drafts, (forwards[some] - least) / max(1, some))
+        self._draft_row_s = times.draft_row_s
         return times
 
     def _forward_s(self, shape: StepShape, num_draft: int) -> float:
@@ -306,10 +324,11 @@ class Goodput:
     def _draft_s(self, num_rows: int, num_draft: int) -> float:
         return self._draft_ratio * self.estimate_s(num_rows, num_draft)
 
-    def end_draft(self, drafted: Iterable[tuple[Request, int, int]], num_asked: int, limit: int) -> None:
+    def end_draft(self, drafted: Iterable[tuple[Request, int, int, int]], num_asked: int, limit: int) -> None:
         """Drafts were made, and cut.
 
-        :param drafted: request, kind and number of tokens of each draft.
+        :param drafted: request, kind, number of tokens and of those that were asked for, of each draft; a draft may be
+            empty, because the drafter was not sure of any token.
         :param num_asked: rows for which the drafter was asked; 0: it was not.
         :param limit: the most tokens it was asked for.
         """
@@ -318,12 +337,12 @@ class Goodput:
         seconds = self.clock() - now.began_s
         now.draft_s = seconds
         self.cost.leave_out(seconds)
-        for request, kind, count in drafted:
-            now.drafted[request] = (kind, count)
+        for request, kind, count, asked in drafted:
+            now.drafted[request] = (kind, count, asked)
         if not now.drafted:
             self._ask_s += _RATE * (seconds - self._ask_s) if self._ask_s else seconds
             if self._num_vain >= 2 * _GUARD_ROUNDS and self.cost.measured is not None and self.fixed is None:
-                plain_s = self._step_times(now, 1)[0]
+                plain_s = self._step_times(now, 1).forwards[0]
                 self._sleep = max(self._sleep, min(_GUARD_WAIT, int(self._ask_s / (_ASK_SHARE * plain_s))))
             return
         expected = self.estimate_s(num_asked, limit)
@@ -358,13 +377,13 @@ class Goodput:
             self._ratios.observe(now.shape.num_rows, (seconds - now.draft_s) / expected_s, is_plain=not num_draft)
         if not now.drafted:
             return
-        for request, (kind, count) in now.drafted.items():
-            places = accepted.get(request, ())
+        for request, (kind, count, asked) in now.drafted.items():
+            places = accepted.get(request, ()) if count else ()
             self.num_accepted += len(places)
-            self._count(request, self.kinds[kind], count, places)
+            self.num_rounds += count > 0
+            self._count(request, self.kinds[kind], count, asked, places)
         total = sum(map(len, accepted.values()))  # those of other drafters too
-        self.num_rounds += len(now.drafted)
-        self._predicted += (now.predicted - self._predicted) * max(_RATE, 1.0 / self.num_rounds)
+        self._predicted += (now.predicted - self._predicted) * max(_RATE, 1.0 / max(1, self.num_rounds))
         self._age += 1
         if self._age >= min(_REFRESH, 1 + self.num_rounds // 4):
             self._age = 0
@@ -375,17 +394,17 @@ class Goodput:
             )
             self._total_draft_s += now.draft_s
 
-    def _count(self, request: Request, kind: _Kind, count: int, places: Sequence[int]) -> None:
+    def _count(self, request: Request, kind: _Kind, count: int, asked: int, places: Sequence[int]) -> None:
         self.num_drafted += count
         skill = self._skills.setdefault(request, [0.0, 0.0])
-        expected = kind.acceptance.expected(count)
+        expected = kind.acceptance.expected(asked)
         skill[0] = 0.9 * skill[0] + len(places)
         skill[1] = 0.9 * skill[1] + expected
-        kind.all_accepted = len(places) == count
+        kind.all_accepted = len(places) == count == asked
         if kind.is_on:
-            kind.acceptance.observe(count, places)
+            kind.acceptance.observe(asked, places, num_made=count)
             return
-        kind.acceptance.observe(count, places, _PROBE_MEMORY)
+        kind.acceptance.observe(asked, places, _PROBE_MEMORY, num_made=count)
         if 1.0 + len(places) > kind.probed_cost > 0.0:  # it has paid by itself: the next one follows at once
             kind.trials, kind.back_off = max(kind.trials, 1), 1
         kind.probed_cost = 0.0
@@ -446,7 +465,7 @@ class Goodput:
         }
 
 
-def _probe_size(room: int, times: list[float]) -> int:
+def _probe_size(room: int, times: _Times) -> int:
     """Tokens of a probe: few, and one when tokens cost much."""
-    count = min(room, _PROBE_DRAFTS, len(times) - 1)
-    return count if times[count] <= _PROBE_COST * times[0] else min(count, 1)
+    count = min(room, _PROBE_DRAFTS, len(times.forwards) - 1)
+    return count if times.of(count, count) <= _PROBE_COST * times.forwards[0] else min(count, 1)

@@ -93,35 +93,34 @@ class DraftPropose(Wrapping):
         for place, (row, draft) in enumerate(zip(rows, drafts, strict=True)):
             if draft is not None:
                 _trim(draft, row, limits[place], self.vocab_size)
-                if not draft.token_ids:
-                    drafts[place] = None
         if drafter.is_cheap:
-            self._cut(rows, drafts)
-        goodput.end_draft(
-            [(row.request, d.kind, len(d.token_ids)) for row, d in zip(rows, drafts, strict=True) if d is not None],
-            len(asked),
-            most,
-        )
-        return drafts
+            limits = self._cut(rows, drafts)
+        made = [
+            (row.request, draft.kind, len(draft.token_ids), limit)
+            for row, draft, limit in zip(rows, drafts, limits, strict=True)
+            if draft is not None and limit
+        ]
+        goodput.end_draft(made, len(asked), most)
+        return [draft if draft is not None and draft.token_ids else None for draft in drafts]
 
-    def _cut(self, rows: list[Row], drafts: list[Draft | None]) -> None:
-        """Keep what pays, now that it is known how sure the drafter is."""
+    def _cut(self, rows: list[Row], drafts: list[Draft | None]) -> list[int]:
+        """Keep what pays, now that it is known how sure the drafter is; returns the tokens that each row keeps."""
+        limits = [0] * len(rows)
         known = [
             (place, Row(row.request, len(draft.token_ids), draft.kind))
             for place, (row, draft) in enumerate(zip(rows, drafts, strict=True))
-            if draft is not None
+            if draft is not None and draft.token_ids
         ]
         if not known:
-            return
+            return limits
         for (place, _), count in zip(known, self.goodput.plan([row for _, row in known]), strict=True):
             draft = drafts[place]
             assert draft is not None
-            if not count:
-                drafts[place] = None
-            elif count < len(draft.token_ids):
-                del draft.token_ids[count:]
-                if draft.parents is not None:
-                    del draft.parents[count:]
+            limits[place] = count
+            del draft.token_ids[count:]
+            if draft.parents is not None:
+                del draft.parents[count:]
+        return limits
 
     def _ask_inner(self, batch: Batch, taken: Collection[Request]) -> DraftTokens | None:
         if isinstance(self.inner, DraftPropose):

@@ -79,8 +79,9 @@ class World:
             goodput.begin(StepShape(size, size, 100 * size, 0), size)
             counts = goodput.plan([Row(r, MOST) for r in self.requests])
             self.machine.now += self.machine.draft_s(size, max(counts))
-            drafted = [(r, 0, n) for r, n in zip(self.requests, counts, strict=True) if n]
-            goodput.end_draft(drafted, len(drafted), max(counts))
+            asked, counts = counts, [self.made(n) for n in counts]
+            drafted = [(r, 0, n, a) for r, n, a in zip(self.requests, counts, asked, strict=True) if a]
+            goodput.end_draft(drafted, len(drafted), max(asked))
         self.machine.now += self.machine.true_s(size + sum(counts))
         accepted = {r: range(self.accepted(i, n)) for i, (r, n) in enumerate(zip(self.requests, counts, strict=True))}
         if goodput.is_under_way:
@@ -88,6 +89,10 @@ class World:
         self.num_tokens += size + sum(map(len, accepted.values()))
         self.drafts.append(counts)
         assert self.machine.now > start
+
+    def made(self, count: int) -> int:
+        """Tokens of a draft that should have so many."""
+        return count
 
     def accepted(self, row: int, count: int) -> int:
         for depth in range(count):
@@ -104,6 +109,15 @@ class World:
 
 
 COSTS = [(0.01, 0.0), (0.03, 0.0), (0.1, 0.0), (0.3, 0.0), (0.01, 0.05), (0.02, 0.08), (0.05, 0.1), (0.1, 0.4)]
+
+
+class Choosy(World):
+    """The drafter knows when it is right: drafts that would fail are not made."""
+
+    sure = 0.3  # how often it is
+
+    def made(self, count: int) -> int:
+        return count if self.random.random() < self.sure else 0
 
 
 def expected(chance: float, count: int) -> float:
@@ -217,6 +231,27 @@ def test_requests_that_were_out_of_luck_get_drafts_again(size: int, token_s: flo
     seconds = world.machine.now - seconds
     best = max(size * expected(chance, n) / world.machine.true_s(size * (1 + n)) for n in range(4))
     assert tokens / seconds >= 0.98 * best
+
+
+def test_drafts_that_are_not_made_do_not_count_as_ones_that_would_have_been_right() -> None:
+    world = Choosy(Machine(0.02), [0.9] * 16)
+    world.run(300)
+    stats = world.goodput.stats()
+    assert stats["accepted"] / stats["drafted"] > 0.6
+    assert stats["acceptance"][0][0] == pytest.approx(0.9 * Choosy.sure, abs=0.08)
+    assert stats["predicted_speedup"] == pytest.approx(stats["measured_speedup"], rel=0.1)
+
+
+def test_a_choosy_drafter_is_asked_for_as_many_tokens_as_one_that_is_always_sure() -> None:
+    world = Choosy(Machine(0.03), [0.9])
+    world.run(500)
+    rate = world.run(2000)
+    best = max(
+        (1 - Choosy.sure + Choosy.sure * expected(0.9, n))
+        / (1 - Choosy.sure + Choosy.sure * world.machine.true_s(1 + n))
+        for n in range(MOST + 1)
+    )
+    assert rate >= 0.95 * best  # in tokens that were really accepted, so with their luck
 
 
 def test_of_a_batch_the_rows_that_are_guessed_well_get_the_drafts() -> None:

@@ -117,9 +117,8 @@ class EagleDrafter:
             growth.least_gain, growth.least_chance = self._least(len(places))
         found, num_levels = self.head.search(pairs, growth)
         for place, (ids, parents, scores) in zip(places, found, strict=True):
-            if ids:
-                drafts[place] = Draft(ids, parents if self.has_trees else None)
-                self._seen[requests[place]].expected = sum(map(math.exp, scores))
+            drafts[place] = Draft(ids, parents if self.has_trees else None)
+            self._seen[requests[place]].expected = sum(map(math.exp, scores))
         self._measure(time.perf_counter() - start, num_levels, depth)
         self._counts["num_rounds"] += 1
         self._counts["num_levels"] += num_levels
