@@ -38,8 +38,8 @@ class Drafter(Protocol):
     def draft(self, requests: Sequence[Request], limits: Sequence[int]) -> list[Draft | None]:
         """Guess at most ``limits[i]`` (at least 1) tokens that follow ``requests[i].token_ids[:num_tokens]``.
 
-        None where it could not be asked. A draft without tokens where it is sure of none, or a shorter one: what it left
-        out counts as asked for and not accepted.
+        None where it could not be asked. A draft without tokens where it is sure of none, or a shorter one: what it
+        left out counts as asked for and not accepted.
         """
 
     def draft_s(self, num_rows: int, num_draft: int) -> float:
