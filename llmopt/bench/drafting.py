@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from llmopt.stages import Propose
 
 _FIXED = (1, 2, 4, 8, 16)
+_TREES = ((2, 4, 4), (4, 4, 4), (8, 4, 4), (12, 4, 4), (16, 5, 6), (24, 6, 8))  # tokens, depth, width
+_TREE_QUESTIONS = 24
 _HOST_DRAFTS = 8
 _MAX_MODEL_LEN = 2048
 _MOST_ROUNDS = 40
@@ -214,15 +216,16 @@ def head_tokens(setting: Setting) -> ReuseResult:
 
     rows: list[tuple[str, dict[str, float | str]]] = []
     best = 0.0
-    for count in (2, 4, 8, 12, 16, 24):
-        pipe = _with(setting, "eagle", num_draft=count, fixed=count)
-        for number in range(1 if setting.quick else 2):
+    for count, depth, width in _TREES:
+        pipe = _with(setting, "eagle", num_draft=count, depth=depth, width=width, fixed=count)
+        for number in range(1 if setting.quick else _TREE_QUESTIONS):
             setting.on_progress(f"trees of {count} {number}")
             for prompts in _batches(setting, "chat", number, 1):
                 _decode_s(pipe, prompts, may_end=True)
         found = pipe.stats()["propose.eagle"]["tokens_per_round"]
         best = max(best, found)
-        rows.append((f"trees of {count}", {"tokens per round": round(found, 2)}))
+        title = f"trees of {count}, {depth} deep, {width} wide"
+        rows.append((title, {"tokens per round": round(found, 2)}))
     target = setting.judge("at least 1.9 tokens per round with a tree", f"{best:.2f}", best >= 1.9, at_any_size=True)
     return ReuseResult("head_tokens", f"{TEXTS['chat'].summary}: tokens per round", target, rows)
 

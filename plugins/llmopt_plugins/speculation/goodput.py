@@ -32,6 +32,7 @@ _PROBE_SHARE = 0.005  # of the time may go into probes that fail
 _PROBE_DRAFTS = 3  # tokens of a probe, if they do not take long
 _PROBE_COST = 1.3  # steps that a probe of more than one token may take
 _FIRST_PROBES = 3  # without a wait
+_BURST = 2  # probes after a wait: the first one finds nothing in the caches, and its time says little
 _PROBE_MEMORY = 0.8  # of windows while they are probed: what was seen before the pause counts less
 _MAX_BACK_OFF = 16  # waits between failing probes grow up to this factor
 _ASK_SHARE = 0.002  # of the time may go into asking a drafter whose drafts are not used
@@ -131,6 +132,7 @@ class Goodput:
         self._skills: dict[Request, list[float]] = {}  # accepted and expected drafts, of late
         self._draft_ratio = 1.0  # measured over estimated time of drafting
         self._num_timed = 0  # times that it was measured
+        self._was_asked = False  # the drafter, in the step before
         self._ask_s = 0.0  # time of a call that brought no draft
         self._num_vain = 0  # calls in a row that brought none
         self._ratios = StepRatios()
@@ -149,6 +151,7 @@ class Goodput:
         self._round = None
         if self._sleep > 0:
             self._sleep -= 1
+            self._was_asked = False
             self.num_slept += 1
             return True
         return False
@@ -281,8 +284,10 @@ class Goodput:
             if len(self.kinds) == 1 and kind.wait:
                 self._sleep, kind.wait = kind.wait, 0
             return 0
+        else:
+            kind.trials = _BURST - 1
         if not kind.trials:
-            kind.wait = self._wait_of(times) * kind.back_off
+            kind.wait = self._wait_of(times) * kind.back_off * _BURST
             kind.back_off = min(2 * kind.back_off, _MAX_BACK_OFF)
         kind.probed_cost = times.of(count, count) / times.forwards[0]
         self.num_probes += 1
@@ -339,6 +344,7 @@ class Goodput:
         self.cost.leave_out(seconds)
         for request, kind, count, asked in drafted:
             now.drafted[request] = (kind, count, asked)
+        is_warm, self._was_asked = self._was_asked, num_asked > 0
         if not now.drafted:
             self._ask_s += _RATE * (seconds - self._ask_s) if self._ask_s else seconds
             if self._num_vain >= 2 * _GUARD_ROUNDS and self.cost.measured is not None and self.fixed is None:
@@ -348,6 +354,8 @@ class Goodput:
         expected = self.estimate_s(num_asked, limit)
         if num_asked and expected > 0.0:
             ratio = min(max(seconds / expected, 0.02), 50.0)
+            if not is_warm and self._num_timed:
+                ratio = min(ratio, self._draft_ratio)
             self._num_timed += 1
             if self._num_timed <= _FIRST_TIMES:
                 self._draft_ratio = ratio if self._num_timed == 1 else min(ratio, self._draft_ratio)

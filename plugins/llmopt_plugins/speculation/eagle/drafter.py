@@ -95,7 +95,7 @@ class EagleDrafter:
     @torch.no_grad()
     def draft(self, requests: Sequence[Request], limits: Sequence[int]) -> list[Draft | None]:
         """Guess tokens for every request whose newest hidden states are there."""
-        self._num_idle = 0
+        is_warm, self._num_idle = self._num_idle <= 1, 0
         self._take_late()
         drafts: list[Draft | None] = [None] * len(requests)
         ready: list[int] = []
@@ -119,7 +119,7 @@ class EagleDrafter:
         for place, (ids, parents, scores) in zip(places, found, strict=True):
             drafts[place] = Draft(ids, parents if self.has_trees else None)
             self._seen[requests[place]].expected = sum(map(math.exp, scores))
-        self._measure(time.perf_counter() - start, num_levels, depth)
+        self._measure(time.perf_counter() - start, num_levels, depth, is_warm)
         self._counts["num_rounds"] += 1
         self._counts["num_levels"] += num_levels
         return drafts
@@ -239,8 +239,10 @@ class EagleDrafter:
         levels = min(self.depth, num_draft) if self.has_trees else num_draft
         return self._share_of_levels * levels * (self._level_s or 1e-3) * (1.0 + 0.02 * num_rows)
 
-    def _measure(self, seconds: float, num_levels: int, depth: int) -> None:
+    def _measure(self, seconds: float, num_levels: int, depth: int, is_warm: bool) -> None:
         level_s = seconds / num_levels
+        if not is_warm and self._level_s:  # after a pause the head is not in the caches any more
+            level_s = min(level_s, self._level_s)
         if self._counts["num_rounds"] < _FIRST_ROUNDS:  # the first ones find nothing ready
             self._level_s = min(level_s, self._level_s or level_s)
         else:
