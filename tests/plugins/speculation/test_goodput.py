@@ -70,6 +70,7 @@ class World:
         self.random = random.Random(0)
         self.num_tokens = 0
         self.drafts: list[list[int]] = []  # of each step
+        self.cold = 1.0  # time of drafting after a step without, over that after a step with drafts
 
     def step(self) -> None:
         size, start = len(self.requests), self.machine.now
@@ -78,7 +79,8 @@ class World:
         if not goodput.is_asleep():
             goodput.begin(StepShape(size, size, 100 * size, 0), size)
             counts = goodput.plan([Row(r, MOST) for r in self.requests])
-            self.machine.now += self.machine.draft_s(size, max(counts))
+            is_cold = not self.drafts or not any(self.drafts[-1])
+            self.machine.now += self.machine.draft_s(size, max(counts)) * (self.cold if is_cold else 1.0)
             asked, counts = counts, [self.made(n) for n in counts]
             drafted = [(r, 0, n, a) for r, n, a in zip(self.requests, counts, asked, strict=True) if a]
             goodput.end_draft(drafted, len(drafted), max(asked))
@@ -187,6 +189,18 @@ def test_it_turns_on_again_when_drafts_become_good() -> None:
     world.run(800)
     assert world.goodput.is_on
     assert world.run(200) > 3.0
+
+
+def test_drafting_that_is_slow_after_a_pause_does_not_keep_it_off() -> None:
+    world = World(Machine(0.02, 0.1), [0.75])
+    world.cold = 8.0
+    world.run(100)
+    world.chances = [0.0]
+    world.run(3000)
+    world.chances = [0.75]
+    world.run(2000)
+    best = max(expected(0.75, n) / (1.0 + 0.12 * n) for n in range(MOST))
+    assert world.run(1000) >= 0.95 * best
 
 
 def test_the_guard_turns_off_what_was_predicted_to_pay_and_does_not() -> None:
