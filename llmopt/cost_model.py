@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _RATE, _FIRST_RATE = 0.1, 0.4  # share of a step's error that is corrected at once; of the first steps of their size
 _LARGEST_SURPRISE = 1.5  # a step that took longer or shorter than this factor counts as one that did just that
 _SCALE_LIMIT = 50.0  # how far corrections may lead away from what was measured
+_ALIKE = 8  # steps of one size, when it is known, that are learned from at once
 _KNOWN_WEIGHT = 3.0  # steps after which a measured point goes by its own correction and not by its neighbours'
 
 
@@ -37,6 +38,8 @@ class StepShape:
     @classmethod
     def of(cls, batch: Batch) -> StepShape:
         """The shape of a batch. A row reads its context once; drafts and tokens of a chunk are pairs beside that."""
+        if batch.num_tokens == batch.num_requests:
+            return cls(batch.num_tokens, batch.num_requests, int(batch.seq_lens.sum()), 0)
         context = pairs = 0
         for count, length, num_draft in zip(
             batch.num_scheduled.tolist(), batch.seq_lens.tolist(), batch.num_drafts.tolist(), strict=True
@@ -86,6 +89,8 @@ class CostModel:
         self._row_s: list[float] = []  # beyond what the tokens cost
         self._row_scale = self._context_scale = self._pair_scale = 1.0
         self._left_out_s = 0.0
+        self._known: StepShape | None = None  # of the last step that was learned from, if its size is known well
+        self._alike: list[float] = []  # seconds of the steps since then, which are like it
         self._num_observed = 0
         self._error = 0.0  # moving mean of |log(seen / predicted)|
 
@@ -126,6 +131,8 @@ class CostModel:
                 self._rows.append(rows)
                 self._row_s.append(max(extra, self._row_s[-1]))
         self._num_observed, self._error = 0, 0.0
+        self._known = None
+        self._alike.clear()
 
     # -- asking -------------------------------------------------------------------------------------------------------
     def step_s(
@@ -222,12 +229,33 @@ class CostModel:
 
         Its error is shared out over the parts of the estimate by how much each contributed; a tenth of it is corrected,
         more while steps of this size are new. A step far off what was expected moves them no further than one that was
-        off by a half: pauses of the machine do no harm, lasting changes are followed within some twenty steps.
+        off by a half: pauses of the machine do no harm, lasting changes are followed within some twenty steps. Of steps
+        that are alike and well known, eight are learned from at once.
         """
-        found = self.measured
         seconds, self._left_out_s = seconds - self._left_out_s, 0.0
-        if found is None or shape.num_tokens <= 0 or not seconds > 0.0:
+        if self.measured is None or shape.num_tokens <= 0 or not seconds > 0.0:
             return
+        self._num_observed += 1
+        known = self._known
+        if known is not None and _are_alike(shape, known):
+            self._alike.append(seconds)
+            if len(self._alike) == _ALIKE:
+                self._learn_alike(shape)
+            return
+        if known is not None:
+            self._learn_alike(known)
+        self._known = shape if self._learn(shape, seconds) else None
+
+    def _learn_alike(self, shape: StepShape) -> None:
+        """Learn from the median of the steps that wait. They come in every step of a server, so they must cost little."""
+        if self._alike:
+            self._learn(shape, sorted(self._alike)[len(self._alike) // 2], len(self._alike))
+            self._alike.clear()
+            self._known = shape
+
+    def _learn(self, shape: StepShape, seconds: float, num_steps: int = 1) -> bool:
+        """Correct the model by steps of one shape; returns whether their size is known well."""
+        found = self._found()
         left, share = _place(self._tokens, shape.num_tokens)
         parts = [
             (1.0 - share) * self._curve[left],
@@ -240,24 +268,26 @@ class CostModel:
             parts[0], parts[1] = 0.0, _interpolate(self._tokens, self._curve, shape.num_tokens)
         expected = sum(parts)
         if not expected > 0.0:
-            return
+            return False
         ratio = seconds / expected
-        self._num_observed += 1
         self._error += max(_RATE, 1.0 / self._num_observed) * (abs(math.log(ratio)) - self._error)
         surprise = min(max(ratio, 1.0 / _LARGEST_SURPRISE), _LARGEST_SURPRISE) - 1.0
         weights = [part / expected for part in parts]
         known = weights[0] * self._token_weights[left]
         known += weights[1] * self._token_weights[left + 1] if weights[1] else 0.0
         rate = max(_RATE, _FIRST_RATE / (1.0 + known))
+        if num_steps > 1:
+            rate = 1.0 - (1.0 - rate) ** num_steps
         gain = rate * surprise * expected / sum(part * part for part in parts)
         for index, part, weight in ((left, parts[0], weights[0]), (left + 1, parts[1], weights[1])):
             if part > 0.0:
                 self._token_scales[index] = _bounded(self._token_scales[index] * (1.0 + gain * part))
-                self._token_weights[index] += weight
+                self._token_weights[index] += num_steps * weight
         self._row_scale = _bounded(self._row_scale * (1.0 + gain * parts[2]))
         self._context_scale = _bounded(self._context_scale * (1.0 + gain * parts[3]))
         self._pair_scale = _bounded(self._pair_scale * (1.0 + gain * parts[4]))
         self._correct_curve()
+        return known >= _KNOWN_WEIGHT
 
     def _correct_curve(self) -> None:
         """The curve from points and corrections; points without steps of their own go by their neighbours'."""
@@ -323,6 +353,16 @@ class CostModel:
 def num_pairs(num_tokens: int, num_computed_tokens: int) -> int:
     """Pairs of a token and a KV token that it reads, in a chunk that starts at ``num_computed_tokens``."""
     return num_tokens * num_computed_tokens + num_tokens * (num_tokens + 1) // 2
+
+
+def _are_alike(one: StepShape, other: StepShape) -> bool:
+    """Whether two steps should take about the same time."""
+    return (
+        one.num_tokens == other.num_tokens
+        and one.num_rows == other.num_rows
+        and abs(one.num_context_tokens - other.num_context_tokens) <= 0.1 * other.num_context_tokens + 64
+        and abs(one.num_prefill_pairs - other.num_prefill_pairs) <= 0.1 * other.num_prefill_pairs + 64
+    )
 
 
 def _attention_of_prompt(found: Measurements, num_tokens: int) -> float:

@@ -162,7 +162,6 @@ class EagleDrafter:
         return True
 
     # -- learning -----------------------------------------------------------------------------------------------------
-    @torch.no_grad()
     def observe(self, batch: Batch, accepted: AcceptedTokens) -> None:
         """Keep the hidden states of tokens that are there to stay."""
         hidden, self._late = batch.hidden, None
@@ -172,6 +171,10 @@ class EagleDrafter:
         if self._num_idle > 1 and batch.num_tokens == batch.num_requests:  # nothing is done that may be in vain
             self._late = batch.requests, hidden
             return
+        with torch.no_grad():
+            self._keep(batch, accepted, hidden)
+
+    def _keep(self, batch: Batch, accepted: AcceptedTokens, hidden: Tensor) -> None:
         kept = {request: place for place, request in enumerate(accepted.requests)}
         bounds, positions = batch.cu_seqlens_q.tolist(), batch.positions
         num_drafts = batch.num_drafts.tolist()
