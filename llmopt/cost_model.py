@@ -11,7 +11,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from llmopt.errors import PluginError
 
@@ -25,9 +25,8 @@ _ALIKE = 8  # steps of one size, when it is known, that are learned from at once
 _KNOWN_WEIGHT = 3.0  # steps after which a measured point goes by its own correction and not by its neighbours'
 
 
-@dataclass(frozen=True, slots=True)
-class StepShape:
-    """What the time of a step depends on."""
+class StepShape(NamedTuple):
+    """What the time of a step depends on. Made in every step."""
 
     num_tokens: int  # tokens of the forward
     num_rows: int  # requests that they belong to
@@ -39,7 +38,7 @@ class StepShape:
     def of(cls, batch: Batch) -> StepShape:
         """The shape of a batch. A row reads its context once; drafts and tokens of a chunk are pairs beside that."""
         if batch.num_tokens == batch.num_requests:
-            return cls(batch.num_tokens, batch.num_requests, int(batch.seq_lens.sum()), 0)
+            return cls(batch.num_tokens, batch.num_requests, sum(batch.seq_lens.tolist()), 0)
         context = pairs = 0
         for count, length, num_draft in zip(
             batch.num_scheduled.tolist(), batch.seq_lens.tolist(), batch.num_drafts.tolist(), strict=True
@@ -247,7 +246,7 @@ class CostModel:
         self._known = shape if self._learn(shape, seconds) else None
 
     def _learn_alike(self, shape: StepShape) -> None:
-        """Learn from the median of the steps that wait. They come in every step of a server, so they must cost little."""
+        """Learn from the median of the steps that wait: in every step of a server, so it must cost little."""
         if self._alike:
             self._learn(shape, sorted(self._alike)[len(self._alike) // 2], len(self._alike))
             self._alike.clear()

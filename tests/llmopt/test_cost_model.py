@@ -192,6 +192,16 @@ def test_asking_an_unmeasured_model_says_what_to_do() -> None:
         CostModel().fit(Measurements(prompts=()))
 
 
+def test_steps_that_are_alike_are_learned_from_together_and_pauses_among_them_do_no_harm() -> None:
+    model = fitted()
+    shape = StepShape(8, 8, 400, 0)
+    before = model.step_s(*shape)
+    for number in range(200):
+        model.observe(shape, 50.0 if number % 4 == 0 else 1.3 * before)
+    assert model.step_s(*shape) == pytest.approx(1.3 * before, rel=0.05)
+    assert model.stats()["num_observed"] == 200
+
+
 def test_nothing_is_measured_or_observed_unless_a_plugin_wants_it() -> None:
     with build_tiny() as pipe:
         pipe.batch([[5, 6, 7]], max_new_tokens=4, progress=False)
