@@ -9,7 +9,7 @@ PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c c
 NATIVE_SOURCES := $(shell find csrc -type f 2>/dev/null)
 CPP_SOURCES := $(filter %.cc %.cpp %.h %.hpp %.cu %.cuh,$(NATIVE_SOURCES))
 # Two workers: the suite is to finish in 20 minutes on two cores. A part of it: make test PYTEST_ARGS="-k speculation -x"
-PYTEST_ARGS ?= -n 2
+PYTEST_ARGS ?= -n 2 --dist worksteal
 MODEL ?= demo
 BENCH_ARGS ?=
 SANITIZE_OPTIONS := -DLLMOPT_PYTHON=OFF -DLLMOPT_TESTS=ON
