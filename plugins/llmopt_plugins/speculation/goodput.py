@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from llmopt.cost_model import StepShape
 from llmopt_plugins.speculation.acceptance import Acceptance
-from llmopt_plugins.speculation.step_ratios import StepRatios
+from llmopt_plugins.speculation.guard import Guard
+from llmopt_plugins.speculation.round_costs import RoundCosts, StepTimes
 
 if TYPE_CHECKING:
     from llmopt.cost_model import CostModel
@@ -37,15 +38,9 @@ _PROBE_MEMORY = 0.8  # of windows while they are probed: what was seen before th
 _MAX_BACK_OFF = 16  # waits between failing probes grow up to this factor
 _ASK_SHARE = 0.002  # of the time may go into asking a drafter whose drafts are not used
 _PASSED_OVER = 0.95  # what is kept of a request's record when others get drafts: nobody is out of luck for ever
-_GUARD_ROUNDS = 32
-_GUARD = 0.98  # of the plain tokens/s: less turns everything off, if it is so by
-_GUARD_DEVIATIONS = 1.5  # standard deviations
-_GUARD_WAIT = 64  # steps until the first probe after that
-_REFRESH = 16  # rounds for which predicted times are good; fewer at first
-_MOST = 64  # drafts of a step, in all rows, whose cost is computed: beyond them a forward is bound by arithmetic
+_MANY_VAIN = 64  # calls in a row that brought no draft: from then on the drafter is asked less often
+_LONGEST_SLEEP = 64  # steps for which it is not asked because of that
 _RATE = 0.1
-_FIRST_TIMES = 3  # of drafting: the least counts, because the first one finds nothing ready
-_LARGEST_SURPRISE = 2.0  # a draft that took longer than this factor says counts as one that took so long
 
 
 @dataclass(slots=True)
@@ -85,23 +80,6 @@ class _Round:
     predicted: float = 1.0  # speed-up
 
 
-@dataclass(frozen=True, slots=True)
-class _Times:
-    """Predicted seconds of a step with 0, 1, ... draft tokens."""
-
-    forwards: list[float]  # with all that the host does, without drafting
-    drafts: list[float]  # of drafting, by the number of tokens that are asked for
-    draft_row_s: float  # what one more draft costs to verify, while they are few
-
-    def of(self, num_asked: int, num_made: float) -> float:
-        """Of a step in which a drafter is asked for some tokens and makes fewer."""
-        low = int(num_made)
-        rest = num_made - low
-        forwards = self.forwards
-        seconds = forwards[low] + (rest * (forwards[low + 1] - forwards[low]) if rest > 0.0 else 0.0)
-        return seconds + self.drafts[num_asked]
-
-
 class Goodput:
     """Chooses the number of drafts of each row; one object per drafter.
 
@@ -120,30 +98,20 @@ class Goodput:
         fixed: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.cost, self.estimate_s, self.clock = cost, draft_s, clock
-        self.max_num_draft = max_num_draft
-        self.fixed = fixed
+        self.costs = RoundCosts(cost, draft_s, max_num_draft)
+        self.guard = Guard()
+        self.fixed, self.clock = fixed, clock
         self.kinds = [_Kind(Acceptance(prior, max_num_draft)) for prior in priors]
         self._round: _Round | None = None
         self._sleep = 0  # steps until the drafter is asked again
-        self._times: dict[tuple[int, int, int], _Times] = {}  # by tokens, rows and context
-        self._age = 0  # rounds since they were computed
         self._token_s = self._draft_row_s = 0.0  # see `price`
         self._skills: dict[Request, list[float]] = {}  # accepted and expected drafts, of late
-        self._draft_ratio = 1.0  # measured over estimated time of drafting
-        self._num_timed = 0  # times that it was measured
-        self._was_asked = False  # the drafter, in the step before
         self._ask_s = 0.0  # time of a call that brought no draft
         self._num_vain = 0  # calls in a row that brought none
-        self._ratios = StepRatios()
-        self._gained_s = self._spent_s = 0.0  # of late: plain time of the tokens that rounds gave, and their own time
-        self._squares = 0.0  # of what each round lacks to the guard's limit, in seconds
-        self._guard_rounds = 0
-        self._guard_back_off = 1
         self._predicted = 0.0  # moving mean over rounds
         self.num_rounds = self.num_drafted = self.num_accepted = 0
-        self.num_probes = self.num_guarded = self.num_slept = 0
-        self._total_gained_s = self._total_spent_s = self._total_draft_s = 0.0
+        self.num_probes = self.num_slept = 0
+        self._total_draft_s = 0.0
 
     # -- before the forward -------------------------------------------------------------------------------------------
     def is_asleep(self) -> bool:
@@ -151,7 +119,7 @@ class Goodput:
         self._round = None
         if self._sleep > 0:
             self._sleep -= 1
-            self._was_asked = False
+            self.costs.pass_over()
             self.num_slept += 1
             return True
         return False
@@ -170,22 +138,22 @@ class Goodput:
         assert now is not None
         if self.fixed is not None:
             return [min(row.room, self.fixed) for row in rows]
-        if self.cost.measured is None:  # while the pipeline is built
+        if not self.costs.is_known:
             return [0] * len(rows)
         counts = self._plan_one(rows[0], now) if len(rows) == 1 else self._plan_many(rows, now)
         is_used = any(self.kinds[row.kind].is_on for row, count in zip(rows, counts, strict=True) if count)
-        if is_used and self._ratios.is_plain_due(now.shape.num_rows, now.predicted):
+        if is_used and self.costs.ratios.is_plain_due(now.shape.num_rows, now.predicted):
             return [0] * len(rows)
         self._num_vain = 0 if any(counts) else self._num_vain + 1
         return counts
 
     def _plan_one(self, row: Row, now: _Round) -> list[int]:
         kind = self.kinds[row.kind]
-        times = self._step_times(now, 1)
+        times = self._times(now, 1)
         chances = kind.acceptance.chances()
-        most = min(row.room, len(times.forwards) - 1)
-        plain = now.num_tokens / times.forwards[0]
-        tokens, costs, made = [float(now.num_tokens)], [times.forwards[0]], 0.0
+        most = min(row.room, times.most)
+        plain = now.num_tokens / times.plain
+        tokens, costs, made = [float(now.num_tokens)], [times.plain], 0.0
         best, best_count, kept = 0.0, 0, 0.0
         for count, share in enumerate(kind.acceptance.made()[:most], start=1):
             made += share
@@ -228,10 +196,10 @@ class Goodput:
             for depth, chance in enumerate(self.kinds[row.kind].acceptance.chances()[: row.room]):
                 candidates.append((-min(1.0, skill * chance), depth, place, made[depth]))
         candidates.sort()  # chances of a row never rise, so every prefix has the first ones of each row
-        times = self._step_times(now, len(rows))
-        plain = now.num_tokens / times.forwards[0]
+        times = self._times(now, len(rows))
+        plain = now.num_tokens / times.plain
         tokens, best, best_count, num_made = float(now.num_tokens), plain, 0, 0.0
-        for count, (chance, _, _, share) in enumerate(candidates[: len(times.forwards) - 1], start=1):
+        for count, (chance, _, _, share) in enumerate(candidates[: times.most], start=1):
             tokens -= chance
             num_made += share
             rate = tokens / times.of(count, num_made)
@@ -268,7 +236,7 @@ class Goodput:
     def _turn_on(self, kind: _Kind) -> None:
         kind.is_on, kind.wait, kind.back_off = True, 0, 1
 
-    def _probe(self, kind: _Kind, room: int, times: _Times) -> int:
+    def _probe(self, kind: _Kind, room: int, times: StepTimes) -> int:
         """A kind of draft does not pay: whether it is tried all the same, and with how many tokens.
 
         Waits are so long that probes which fail cost a fixed share of the time, and grow while they fail.
@@ -289,13 +257,13 @@ class Goodput:
         if not kind.trials:
             kind.wait = self._wait_of(times) * kind.back_off * _BURST
             kind.back_off = min(2 * kind.back_off, _MAX_BACK_OFF)
-        kind.probed_cost = times.of(count, count) / times.forwards[0]
+        kind.probed_cost = times.of(count, count) / times.plain
         self.num_probes += 1
         return count
 
-    def _wait_of(self, times: _Times) -> int:
+    def _wait_of(self, times: StepTimes) -> int:
         count = _probe_size(_PROBE_DRAFTS, times)
-        probe = times.of(count, count) / times.forwards[0] - 1.0
+        probe = times.of(count, count) / times.plain - 1.0
         return max(1, math.ceil(probe / _PROBE_SHARE))
 
     def _skill_of(self, request: Request) -> float:
@@ -303,31 +271,10 @@ class Goodput:
         hits, expected = self._skills.get(request, (0.0, 0.0))
         return min(2.0, (hits + 4.0) / (expected + 4.0))
 
-    def _step_times(self, now: _Round, num_rows: int) -> _Times:
-        """Predicted seconds of the step with drafts for so many rows."""
-        shape = now.shape
-        context = shape.num_context_tokens + shape.num_prefill_pairs
-        key = (shape.num_tokens, shape.num_rows, num_rows << 8 | int(8.0 * math.log2(context + 64.0)))
-        times = self._times.get(key)
-        if times is None:
-            most = min(num_rows * self.max_num_draft, max(_MOST, self.max_num_draft))
-            plain, drafted = self._ratios.of(shape.num_rows)
-            least = plain * self._forward_s(shape, 0)
-            forwards = [least, *(max(least, drafted * self._forward_s(shape, n)) for n in range(1, most + 1))]
-            drafts = [0.0, *(self._draft_s(min(n, num_rows), -(-n // num_rows)) for n in range(1, most + 1))]
-            some = min(4 * num_rows, most)
-            times = self._times[key] = _Times(forwards, drafts, (forwards[some] - least) / max(1, some))
+    def _times(self, now: _Round, num_rows: int) -> StepTimes:
+        times = self.costs.times(now.shape, num_rows)
         self._draft_row_s = times.draft_row_s
         return times
-
-    def _forward_s(self, shape: StepShape, num_draft: int) -> float:
-        """Predicted seconds of a step with so many drafts, without drafting."""
-        per_draft = shape.num_context_tokens // max(1, shape.num_rows)
-        pairs = shape.num_prefill_pairs + num_draft * per_draft
-        return self.cost.step_s(shape.num_tokens + num_draft, shape.num_rows, shape.num_context_tokens, pairs)
-
-    def _draft_s(self, num_rows: int, num_draft: int) -> float:
-        return self._draft_ratio * self.estimate_s(num_rows, num_draft)
 
     def end_draft(self, drafted: Iterable[tuple[Request, int, int, int]], num_asked: int, limit: int) -> None:
         """Drafts were made, and cut.
@@ -341,26 +288,15 @@ class Goodput:
         assert now is not None
         seconds = self.clock() - now.began_s
         now.draft_s = seconds
-        self.cost.leave_out(seconds)
         for request, kind, count, asked in drafted:
             now.drafted[request] = (kind, count, asked)
-        is_warm, self._was_asked = self._was_asked, num_asked > 0
-        if not now.drafted:
-            self._ask_s += _RATE * (seconds - self._ask_s) if self._ask_s else seconds
-            if self._num_vain >= 2 * _GUARD_ROUNDS and self.cost.measured is not None and self.fixed is None:
-                plain_s = self._step_times(now, 1).forwards[0]
-                self._sleep = max(self._sleep, min(_GUARD_WAIT, int(self._ask_s / (_ASK_SHARE * plain_s))))
+        self.costs.observe_draft(seconds, num_asked, limit, has_drafts=bool(now.drafted))
+        if now.drafted:
             return
-        expected = self.estimate_s(num_asked, limit)
-        if num_asked and expected > 0.0:
-            ratio = min(max(seconds / expected, 0.02), 50.0)
-            if not is_warm and self._num_timed:
-                ratio = min(ratio, self._draft_ratio)
-            self._num_timed += 1
-            if self._num_timed <= _FIRST_TIMES:
-                self._draft_ratio = ratio if self._num_timed == 1 else min(ratio, self._draft_ratio)
-            else:
-                self._draft_ratio += _RATE * (min(ratio, _LARGEST_SURPRISE * self._draft_ratio) - self._draft_ratio)
+        self._ask_s += _RATE * (seconds - self._ask_s) if self._ask_s else seconds
+        if self._num_vain >= _MANY_VAIN and self.costs.is_known and self.fixed is None:
+            plain_s = self._times(now, 1).plain
+            self._sleep = max(self._sleep, min(_LONGEST_SLEEP, int(self._ask_s / (_ASK_SHARE * plain_s))))
 
     # -- after the step -----------------------------------------------------------------------------------------------
     @property
@@ -375,14 +311,12 @@ class Goodput:
         :param num_draft: draft tokens of the step, those of other drafters too.
         """
         now, self._round = self._round, None
-        if now is None or self.cost.measured is None:
+        if now is None or not self.costs.is_known:
             return
         seconds = self.clock() - now.began_s
         is_decode = now.shape.num_tokens == now.shape.num_rows
-        plain_s = self._forward_s(now.shape, 0)
         if is_decode:
-            expected_s = self._forward_s(now.shape, num_draft) if num_draft else plain_s
-            self._ratios.observe(now.shape.num_rows, (seconds - now.draft_s) / expected_s, is_plain=not num_draft)
+            self.costs.observe_step(now.shape, seconds - now.draft_s, num_draft)
         if not now.drafted:
             return
         for request, (kind, count, asked) in now.drafted.items():
@@ -392,15 +326,15 @@ class Goodput:
             self._count(request, self.kinds[kind], count, asked, places)
         total = sum(map(len, accepted.values()))  # those of other drafters too
         self._predicted += (now.predicted - self._predicted) * max(_RATE, 1.0 / max(1, self.num_rounds))
-        self._age += 1
-        if self._age >= min(_REFRESH, 1 + self.num_rounds // 4):
-            self._age = 0
-            self._times.clear()
+        self.costs.end_round(self.num_rounds)
         if is_decode:
-            self._guard(
-                (now.num_tokens + total) / now.num_tokens * plain_s * self._ratios.of(now.shape.num_rows)[0], seconds
-            )
             self._total_draft_s += now.draft_s
+            plain_s = self.costs.plain_s(now.shape)
+            wait = self.guard.observe((now.num_tokens + total) / now.num_tokens * plain_s, seconds)
+            if wait and self.fixed is None:
+                self._sleep = wait
+                for kind_of_draft in self.kinds:
+                    kind_of_draft.is_on, kind_of_draft.num_draft = False, 0
 
     def _count(self, request: Request, kind: _Kind, count: int, asked: int, places: Sequence[int]) -> None:
         self.num_drafted += count
@@ -416,32 +350,6 @@ class Goodput:
         if 1.0 + len(places) > kind.probed_cost > 0.0:  # it has paid by itself: the next one follows at once
             kind.trials, kind.back_off = max(kind.trials, 1), 1
         kind.probed_cost = 0.0
-
-    def _guard(self, gained_s: float, spent_s: float) -> None:
-        """Turn everything off when rounds were slower than plain steps would have been."""
-        self._total_gained_s += gained_s
-        self._total_spent_s += spent_s
-        keep = 1.0 - 1.0 / _GUARD_ROUNDS
-        self._gained_s = keep * self._gained_s + gained_s
-        self._spent_s = keep * self._spent_s + spent_s
-        self._squares = keep * self._squares + (gained_s - _GUARD * spent_s) ** 2
-        self._guard_rounds += 1
-        if self.fixed is not None or self._guard_rounds < _GUARD_ROUNDS:
-            return
-        excess = self._gained_s - _GUARD * self._spent_s
-        variance = max(0.0, self._squares - excess * excess * (1.0 - keep))
-        deviation = _GUARD_DEVIATIONS * math.sqrt(variance)
-        if excess >= -deviation:
-            if excess > deviation:
-                self._guard_back_off = 1
-            return
-        self.num_guarded += 1
-        self._sleep = _GUARD_WAIT * self._guard_back_off
-        self._guard_back_off = min(2 * self._guard_back_off, _MAX_BACK_OFF)
-        self._guard_rounds = _GUARD_ROUNDS // 2  # half as many show whether it has become better
-        self._gained_s = self._spent_s = self._squares = 0.0
-        for kind in self.kinds:
-            kind.is_on, kind.num_draft = False, 0
 
     def forget(self, request: Request) -> None:
         """A request has finished."""
@@ -465,15 +373,17 @@ class Goodput:
             "num_draft": self.fixed if self.fixed is not None else [kind.num_draft for kind in self.kinds],
             "acceptance": [[round(p, 3) for p in kind.acceptance.chances()[:4]] for kind in self.kinds],
             "predicted_speedup": round(self._predicted, 3),  # of rounds, over plain steps
-            "measured_speedup": round(self._total_gained_s / self._total_spent_s, 3) if self._total_spent_s else 0.0,
+            "measured_speedup": round(self.guard.speedup, 3),
             "draft_us": round(1e6 * self._total_draft_s / rounds, 1),  # per round
             "num_probes": self.num_probes,
-            "num_guarded": self.num_guarded,  # times that rounds were slower than plain steps, and were turned off
+            "num_guarded": 0
+            if self.fixed is not None
+            else self.guard.num_alarms,  # times that rounds were slower than plain steps, and were turned off
             "num_slept": self.num_slept,  # steps in which the drafter was not asked
         }
 
 
-def _probe_size(room: int, times: _Times) -> int:
+def _probe_size(room: int, times: StepTimes) -> int:
     """Tokens of a probe: few, and one when tokens cost much."""
-    count = min(room, _PROBE_DRAFTS, len(times.forwards) - 1)
-    return count if times.of(count, count) <= _PROBE_COST * times.forwards[0] else min(count, 1)
+    count = min(room, _PROBE_DRAFTS, times.most)
+    return count if times.of(count, count) <= _PROBE_COST * times.plain else min(count, 1)
