@@ -13,7 +13,6 @@ The drafters stand beside the other plugins of the command. All contenders take 
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -267,6 +266,7 @@ def fixed_k(setting: Setting) -> ReuseResult:
 
 def draft_host(setting: Setting) -> ReuseResult:
     """What a round costs beside the forwards, over what a step without drafts costs there."""
+    from llmopt.bench.host_clock import HostClock
     from llmopt.bench.reuse import ReuseResult
     from llmopt.testing.drafters import ScriptedDrafter, trees
 
@@ -282,10 +282,10 @@ def draft_host(setting: Setting) -> ReuseResult:
         own = {}
         for name, pipe in (("plain", plain), ("trees", drafted)):
             setting.on_progress(f"{batch} rows, {name}")
-            clock = _HostClock(pipe)
+            clock = HostClock(pipe)  # guesses are given, so what remains is what every drafter meets
             for _ in range(3):
                 _decode_s(pipe, prompts)
-            own[name] = clock.close()
+            own[name], _ = clock.close()
             rows.append((f"{batch} at a time, {name}", {"host ms": round(1e3 * own[name], 3)}))
         over = own["trees"] - own["plain"]
         alone = alone or over
@@ -294,48 +294,6 @@ def draft_host(setting: Setting) -> ReuseResult:
     return ReuseResult(
         "draft_host", f"median host time of a step, without forwards; trees of {_HOST_DRAFTS}", target, rows
     )
-
-
-class _HostClock:
-    """Takes the time of a pipeline's decode steps outside of `execute` and `propose`.
-
-    Guesses are given here, so that what remains is what every drafter meets: the batch with drafts, sampling, moving
-    the KV of accepted paths, and the commit.
-    """
-
-    def __init__(self, pipe: InferencePipeline) -> None:
-        self.pipe = pipe
-        self._kept = {name: getattr(pipe, name) for name in ("step", "execute", "propose")}
-        self._inside = 0.0
-        self._steps: list[float] = []
-        pipe.step = self._step  # type: ignore[method-assign]
-        pipe.execute = self._outside("execute")
-        pipe.propose = self._outside("propose")
-
-    def _outside(self, name: str) -> Any:
-        stage = self._kept[name]
-
-        def timed(*arguments: Any) -> Any:
-            start = time.perf_counter()
-            try:
-                return stage(*arguments)
-            finally:
-                self._inside += time.perf_counter() - start
-
-        return timed
-
-    def _step(self) -> Any:
-        start, self._inside = time.perf_counter(), 0.0
-        output = self._kept["step"]()
-        if not output.finished:
-            self._steps.append(time.perf_counter() - start - self._inside)
-        return output
-
-    def close(self) -> float:
-        """Put everything back; the median of the steps."""
-        del self.pipe.step
-        self.pipe.execute, self.pipe.propose = self._kept["execute"], self._kept["propose"]
-        return statistics.median(self._steps)
 
 
 def _outputs(pipe: InferencePipeline, prompts: list[tuple[list[int], int]]) -> list[list[int]]:

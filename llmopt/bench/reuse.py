@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from llmopt.bench import drafting, no_hits
+from llmopt.bench import drafting, host_clock, no_hits
 from llmopt.bench.target import Target
 
 if TYPE_CHECKING:
@@ -413,4 +413,5 @@ WORKLOADS: dict[str, Callable[[Setting], ReuseResult]] = {
     "kv_bytes": _kv_bytes,
     "offload": _offload,
     **drafting.WORKLOADS,
+    **host_clock.WORKLOADS,
 }

@@ -98,8 +98,10 @@ def bench(
             "--workload",
             "-w",
             help="decode1, decode8, decode32, prefill1024, decode4096 (all: shapes); chat, chat8, document, prefix, "
-            "edit, ragged (all: text); stall; arrivals50, arrivals80, arrivals95 (all: arrivals); separation; shared, "
-            "no_hits, turns, crowd, churn, kv_bytes, offload (all: reuse); targets: all that have one; "
+            "edit, ragged (all: text); stall; arrivals50, arrivals80, arrivals95 (all: arrivals); separation; host256; "
+            "shared, no_hits, turns, crowd, churn, kv_bytes, offload (all: reuse); drafts_edit, drafts_chat, "
+            "head1, head8, head32, head_tokens (all: head), wrong_drafts, fixed_k, draft_host (all: drafts); "
+            "targets: all that have one; "
             "memory, quality, host. Repeat for more.",
         ),
     ] = None,

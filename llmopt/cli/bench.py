@@ -30,6 +30,7 @@ GROUPS["targets"] = (
     "stall",
     *GROUPS["arrivals"],
     "separation",
+    "host256",
     *GROUPS["reuse"],
     *GROUPS["drafts"],
 )  # each says whether it was reached
@@ -134,9 +135,8 @@ class _Bench(BenchRun):
         yield from target_sections.serving(self, [name for name in self.names if name in GROUPS["arrivals"]])
         if "separation" in self.names:
             yield target_sections.separation(self)
-        yield from target_sections.reuse(
-            self, [name for name in self.names if name in (*GROUPS["reuse"], *GROUPS["drafts"])]
-        )
+        compared = ("host256", *GROUPS["reuse"], *GROUPS["drafts"])
+        yield from target_sections.reuse(self, [name for name in self.names if name in compared])
         if "memory" in self.names:
             yield self._memory()
             self.num_left -= 1

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 import llmopt
-from llmopt.bench.drafting import WORKLOADS, _decode_s, _HostClock
+from llmopt.bench.drafting import WORKLOADS, _decode_s, _full_batch_s
 from llmopt.bench.reuse import Setting, measure
 from llmopt.errors import ModelError, PluginUnavailableError
 from llmopt.testing import tiny_model
@@ -58,11 +58,10 @@ def test_tokens_of_a_batch_count_from_the_moment_at_which_each_request_has_its_f
     assert count == 2 * (9 - 4)
 
 
-def test_the_clock_leaves_the_pipeline_as_it_was(setting: Setting) -> None:
-    pipe = setting.build(max_model_len=256)
-    before = pipe.execute, pipe.propose
-    clock = _HostClock(pipe)
-    _decode_s(pipe, [([5, 6, 7], 9)])
-    assert 0 < clock.close() < 1
-    assert (pipe.execute, pipe.propose) == before
-    assert "step" not in vars(pipe)
+def test_a_full_batch_counts_until_fewer_requests_are_left_than_it_holds(setting: Setting) -> None:
+    pipe = setting.build(max_model_len=256, max_num_requests=2)
+    seconds, count = _full_batch_s(pipe, [([5, 6, 7], 9)] * 4, 2)
+    assert seconds > 0
+    assert count == 4 * 9 - 2
+    _, count = _full_batch_s(pipe, [([5, 6, 7], 9), ([8, 9], 9), ([5, 6], 40)], 2)
+    assert count == 2 * 8  # the third one is alone

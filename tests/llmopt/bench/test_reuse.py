@@ -77,4 +77,4 @@ def test_options_of_the_compared_plugins_reach_them() -> None:
 def test_the_command_line_knows_all_workloads() -> None:
     from llmopt.cli.bench import GROUPS
 
-    assert {*GROUPS["reuse"], *GROUPS["drafts"]} == set(WORKLOADS)
+    assert {"host256", *GROUPS["reuse"], *GROUPS["drafts"]} == set(WORKLOADS)
