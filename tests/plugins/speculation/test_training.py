@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import typer
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
+from typer.testing import CliRunner, Result
 
 import llmopt
-from llmopt.errors import ConfigError, PluginOptionError
+from llmopt.errors import ConfigError, PluginOptionError, PluginUnavailableError
 from llmopt.testing import tiny_model, tiny_prompts, tiny_tokenizer
 from llmopt_plugins.speculation.eagle.model import Eagle3Head
 from llmopt_plugins.speculation.training.answers import (
@@ -25,12 +28,15 @@ from llmopt_plugins.speculation.training.answers import (
     save_shard,
 )
 from llmopt_plugins.speculation.training.break_even import BreakEven
+from llmopt_plugins.speculation.training.checks import check_drafters
+from llmopt_plugins.speculation.training.commands import train_drafter
 from llmopt_plugins.speculation.training.corpus import Corpus
 from llmopt_plugins.speculation.training.evaluation import judge
 from llmopt_plugins.speculation.training.prompts import builtin_prompts, read_prompts
 from llmopt_plugins.speculation.training.session import CannotPayError, Session, Settings
 from llmopt_plugins.speculation.training.trainer import Recipe, Trainer
-from llmopt_plugins.speculation.training.tune import Candidate, TuneOptions, recommend, write_setting
+from llmopt_plugins.speculation.training.tune import Candidate, TuneOptions, known_drafters, recommend, write_setting
+from llmopt_plugins.speculation.training.tune import run as tune_run
 from llmopt_plugins.speculation.training.unroll import HeadLoss, unroll, unrolled_loss
 from llmopt_plugins.speculation.training.warm_start import choose_vocabulary, default_taps, new_head
 
@@ -326,9 +332,53 @@ def test_a_second_run_keeps_answers_and_goes_on(tmp_path: Path) -> None:
 
 def test_a_work_folder_of_another_training_is_refused(tmp_path: Path) -> None:
     prompts = prompts_file(tmp_path)
-    session(tmp_path, prompts)
-    with pytest.raises(ConfigError, match="another draft_vocab_size: 200"):
-        session(tmp_path, prompts, draft_vocab_size=100)
+    session(tmp_path, prompts, max_epochs=1).run(tmp_path / "out", force=True)
+    with pytest.raises(ConfigError, match="with other settings: draft_vocab_size was 200, is 100; depth was 2, is 1"):
+        session(tmp_path, prompts, draft_vocab_size=100, depth=1)
+
+
+def train(folder: Path, *options: str) -> Result:
+    app = typer.Typer()
+    app.command()(train_drafter)
+    return CliRunner().invoke(app, ["tiny", "--work-folder", str(folder / "work"), *options])
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--prompts", "typo.txt", "cannot be read"),
+        ("--executor", "nativ", "--executor 'nativ': no plugin is called 'nativ'"),
+        ("--executor", "native:speed=3", "has no option 'speed'"),
+        ("--out", "prompts.jsonl", "is a folder to write into, and there is a file"),
+        ("--out", "prompts.jsonl/drafter", "cannot be made"),
+        ("--work-folder", "prompts.jsonl", "--work-folder .* is a folder"),
+    ],
+)
+def test_a_wrong_setting_is_refused_before_anything_is_loaded_or_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str, value: str, message: str
+) -> None:
+    def load(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("llmopt_plugins.speculation.training.run_training.load", load)
+    good = prompts_file(tmp_path)
+    result = train(tmp_path, "--prompts", str(good), option, value)
+    assert isinstance(result.exception, ConfigError)
+    assert re.search(message, str(result.exception))
+    assert [path.name for path in tmp_path.iterdir()] == [good.name]
+
+
+def test_a_session_with_a_wrong_setting_leaves_nothing_that_refuses_the_right_one(tmp_path: Path) -> None:
+    good = prompts_file(tmp_path)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        session(tmp_path, tmp_path / "typo.txt").run(tmp_path / "out")
+    with pytest.raises(ConfigError, match="no plugin is called 'nativ'"):
+        session(tmp_path, good, executor="nativ").run(tmp_path / "out")
+    with pytest.raises(ConfigError, match="there is a file"):
+        session(tmp_path, good).run(good)
+    assert not (tmp_path / "work").exists()
+    session(tmp_path, good)
 
 
 @pytest.mark.model
@@ -355,6 +405,71 @@ def test_the_fastest_drafter_is_recommended_only_where_it_gains(tmp_path: Path) 
     assert found["plugins"] == ["native", "eagle"]
     assert found["measured"]["eagle"]["speedup"] == 1.3
     assert found["measured"]["medusa"] == {"refused": "it has no heads"}
+
+
+def tune(monkeypatch: pytest.MonkeyPatch, out: Path, candidates: list[str], *, loads: bool = True) -> None:
+    """The command's work with a tiny model."""
+
+    def load(*args: Any, **kwargs: Any) -> Any:
+        assert loads, "the model was loaded"
+        return tiny_model(), tiny_tokenizer()
+
+    monkeypatch.setattr("llmopt_plugins.speculation.training.tune.load", load)
+    prompts, listed = prompts_file(out.parent, count=20), out.parent / "listed.json"
+    listed.write_text('{"plugins": ["paged_kv"]}')
+    options = TuneOptions(num_prompts=1, max_new_tokens=8, batch_size=1, rounds=1)
+    tune_run("tiny", str(prompts), candidates, [f"@{listed}"], options, out, dtype="auto", device_map=None)
+
+
+@pytest.mark.parametrize(
+    ("candidate", "message"),
+    [
+        ("ngrams", "--candidate 'ngrams': no plugin is called 'ngrams'"),
+        ("ngram:speed=3", "plugin 'ngram' has no option 'speed'"),
+        ("eagle:width=0", "plugin 'eagle' refuses its options"),
+        ("ngram:", "nothing follows the colon"),
+        ("@listed.json", "'@listed.json' is not a plugin name"),
+        ("prefix_cache", "is no drafter: a plugin of the layer memory"),
+        ("native", "is no drafter"),
+    ],
+)
+def test_a_candidate_that_cannot_be_a_drafter_is_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, candidate: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        tune(monkeypatch, tmp_path / "s.json", ["ngram", candidate], loads=False)
+    assert not (tmp_path / "s.json").exists()
+
+
+def test_a_setting_that_cannot_be_written_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "s.json").mkdir()
+    with pytest.raises(ConfigError, match="is a file to write, and there is a folder"):
+        tune(monkeypatch, tmp_path / "s.json", ["ngram"], loads=False)
+
+
+@pytest.mark.parametrize("name", known_drafters())
+def test_each_built_in_drafter_is_known_as_one(name: str) -> None:
+    assert check_drafters([name, f"{name} "], "--candidate") == [name]
+
+
+def test_a_candidate_that_fails_for_the_model_is_a_row_and_one_named_twice_is_measured_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "s.json"
+    missing = f"eagle:head='{tmp_path / 'missing'}'"
+    tune(monkeypatch, out, ["ngram:num_draft=2", missing, "ngram:num_draft = 2"])
+    setting = json.loads(out.read_text())
+    found = setting["measured"]
+    assert setting["plugins"][0] == "paged_kv"
+    assert list(found) == ["off", "ngram:num_draft=2", missing]
+    assert found["ngram:num_draft=2"]["tokens_per_s"] > 0
+    assert "eagle" in found[missing]["refused"]
+
+
+def test_tuning_fails_where_no_candidate_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(PluginUnavailableError, match=r"none of the drafters can run with this model:\n  eagle:head="):
+        tune(monkeypatch, tmp_path / "s.json", [f"eagle:head='{tmp_path / 'missing'}'"])
+    assert not (tmp_path / "s.json").exists()
 
 
 def test_a_written_setting_is_a_list_of_plugins(tmp_path: Path) -> None:

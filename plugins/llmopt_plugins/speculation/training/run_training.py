@@ -18,13 +18,14 @@ from llmopt_plugins.speculation.training.trainer import Progress, Recipe
 def run(settings: Settings, out: Path, work: Path, *, force: bool, dtype: str, device_map: str | None) -> None:
     """Train, judge, export, and say so.
 
-    :raises ConfigError: the model has no tokenizer, or the work folder is of another training.
+    :raises ConfigError: the model has no tokenizer, the work folder is of another training, or see `Settings.check`.
     :raises CannotPayError: the break-even says that it is no use.
     """
     from transformers.utils import logging
 
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
+    settings.check(out, work)  # before the model is loaded
     model, tokenizer = load(settings.model, dtype=dtype, device_map=device_map)
     if tokenizer is None:
         raise ConfigError(f"{settings.model} has no tokenizer, and prompts are text. Save one into its folder.")

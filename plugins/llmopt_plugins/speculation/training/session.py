@@ -26,6 +26,7 @@ from llmopt.hf.capabilities import text_config
 from llmopt_plugins.speculation.eagle.checkpoint import target_mark
 from llmopt_plugins.speculation.training import break_even
 from llmopt_plugins.speculation.training.answers import FeatureRecorder, generate
+from llmopt_plugins.speculation.training.checks import check_folder, check_plugins
 from llmopt_plugins.speculation.training.corpus import Corpus
 from llmopt_plugins.speculation.training.evaluation import HeldOutScore, judge
 from llmopt_plugins.speculation.training.export import export_eagle3, export_medusa
@@ -62,6 +63,27 @@ class Settings:
     max_epochs: int = 12
     executor: str = "native"  # plugins that run the model, joined by blanks; "": the plain one
     seed: int = 0
+
+    def read_prompts(self) -> PromptSet:
+        """As many as are asked for.
+
+        :raises ConfigError: the file cannot be read, or is not one of prompts.
+        """
+        if self.prompts == "builtin":
+            found = builtin_prompts(self.max_prompts, self.seed)
+        else:
+            found = read_prompts(self.prompts, self.seed)
+        return PromptSet(found.training[: self.max_prompts], found.held_out[: self.num_held_out])
+
+    def check(self, out: Path, work: Path) -> PromptSet:
+        """Find out what can be known before the model is loaded: a wrong setting must not cost hours, or leave traces.
+
+        :raises ConfigError: no such prompts or plugins, or a folder that cannot be written into.
+        """
+        check_folder(out, "--out")
+        check_folder(work, "--work-folder")
+        check_plugins(self.executor.split(), "--executor")
+        return self.read_prompts()
 
 
 @dataclass(slots=True)
@@ -102,17 +124,18 @@ class Session:
         self.reporter = reporter or Reporter()
         self._config: Any = text_config(model)
         self._started = time.monotonic()
-        work.mkdir(parents=True, exist_ok=True)
-        self._check_folder()
+        self._check_session()
 
     def run(self, out: Path, *, force: bool = False) -> Outcome:
         """All of it; what the work folder has already is not done again.
 
         :param force: go on where the break-even says that it cannot pay.
+        :raises ConfigError: see `Settings.check`; then nothing is written.
         :raises CannotPayError: it cannot pay, and ``force`` is not set.
         """
+        prompts = self.settings.check(out, self.work)
+        self._write_session()
         keep_freed_memory()
-        prompts = self._prompts()
         layers = [*default_taps(self._config.num_hidden_layers), self._config.num_hidden_layers]
         if not self._has_answers():
             self._generate(prompts, layers, force)
@@ -158,28 +181,28 @@ class Session:
         return Outcome(out, score, progress, history)
 
     # -- parts --------------------------------------------------------------------------------------------------------
-    def _check_folder(self) -> None:
-        path = self.work / "session.json"
-        wanted = {
-            k: v for k, v in asdict(self.settings).items() if k not in ("budget_minutes", "max_epochs", "executor")
-        }
-        if path.is_file():
-            found = json.loads(path.read_text(encoding="utf-8"))
-            other = [name for name in wanted if found.get(name) != wanted[name]]
-            if other:
-                raise ConfigError(
-                    f"{self.work} holds a training with another {', '.join(other)}: "
-                    f"{', '.join(repr(found.get(name)) for name in other)}. Choose another --work-folder, or remove it."
-                )
-        path.write_text(json.dumps(wanted, indent=2) + "\n", encoding="utf-8")
+    def _fixed(self) -> dict[str, Any]:
+        """The settings that a later run must share."""
+        free = ("budget_minutes", "max_epochs", "executor")
+        return {name: value for name, value in asdict(self.settings).items() if name not in free}
 
-    def _prompts(self) -> PromptSet:
-        settings = self.settings
-        if settings.prompts == "builtin":
-            found = builtin_prompts(settings.max_prompts, settings.seed)
-        else:
-            found = read_prompts(settings.prompts, settings.seed)
-        return PromptSet(found.training[: settings.max_prompts], found.held_out[: settings.num_held_out])
+    def _check_session(self) -> None:
+        path, wanted = self.work / "session.json", self._fixed()
+        if not path.is_file():
+            return
+        found = json.loads(path.read_text(encoding="utf-8"))
+        other = [
+            f"{name} was {found.get(name)!r}, is {wanted[name]!r}" for name in wanted if found.get(name) != wanted[name]
+        ]
+        if other:
+            raise ConfigError(
+                f"{self.work} holds a training with other settings: {'; '.join(other)}. Choose another --work-folder, "
+                "or remove it."
+            )
+
+    def _write_session(self) -> None:
+        self.work.mkdir(parents=True, exist_ok=True)
+        (self.work / "session.json").write_text(json.dumps(self._fixed(), indent=2) + "\n", encoding="utf-8")
 
     def _has_answers(self) -> bool:
         return (self.work / "answers" / "complete").is_file()

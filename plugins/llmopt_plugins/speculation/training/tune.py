@@ -17,10 +17,11 @@ from rich.console import Console
 from rich.table import Table
 
 import llmopt
-from llmopt.errors import ConfigError, LlmoptError
+from llmopt.errors import ConfigError, LlmoptError, PluginUnavailableError
 from llmopt.hub import load
 from llmopt.plugin_options import parse_plugin
 from llmopt.plugin_search import available_plugins, make_plugin
+from llmopt_plugins.speculation.training.checks import check_drafters, check_file, check_plugins
 from llmopt_plugins.speculation.training.prompts import Messages, builtin_prompts, read_prompts
 
 if TYPE_CHECKING:
@@ -68,35 +69,44 @@ def run(
 ) -> None:
     """Measure, print a table, write the file.
 
-    :raises ConfigError: the model has no tokenizer.
+    :raises ConfigError: the model has no tokenizer, there are no such prompts, plugins or drafters, or the file cannot
+        be written; before anything is measured.
+    :raises PluginUnavailableError: no drafter can run with the model.
     """
+    check_file(out, "--out")
+    plugins = check_plugins(plugins, "--plugin")
+    drafters = known_drafters() if candidates is None else check_drafters(candidates, "--candidate")
+    found = builtin_prompts() if prompts == "builtin" else read_prompts(prompts)
     model, tokenizer = load(model_name, dtype=dtype, device_map=device_map)
     if tokenizer is None:
         raise ConfigError(f"{model_name} has no tokenizer, and prompts are text. Save one into its folder.")
-    found = builtin_prompts() if prompts == "builtin" else read_prompts(prompts)
     texts = (found.held_out + found.training)[: options.num_prompts]
-    tried = measure(model, tokenizer, candidates, plugins, texts, options)
+    tried = measure(model, tokenizer, drafters, plugins, texts, options)
     best = recommend(tried)
     Console().print(_table(tried, best, options))
     write_setting(out, best, tried, plugins, options)
     print(f"{'no drafter pays' if best.name == 'off' else best.name}; written to {out}: use it as --plugin @{out}")
 
 
+def known_drafters() -> list[str]:
+    """Every drafter that needs no options."""
+    known = {info.name for info in available_plugins()}
+    return [name for name in _DRAFTERS if name in known]
+
+
 def measure(
     model: Any,
     tokenizer: Any,
-    candidates: Sequence[str] | None,
+    candidates: Sequence[str],
     plugins: Sequence[str],
     prompts: Sequence[Messages | str],
     options: TuneOptions,
 ) -> list[Candidate]:
     """Tokens per second of each candidate, measured in turns so that a slow minute hits all of them.
 
-    :param candidates: text forms; None: every drafter that needs no options.
+    :param candidates: text forms.
+    :raises PluginUnavailableError: none of them can run with the model; with the reason of each.
     """
-    if candidates is None:
-        known = {info.name for info in available_plugins()}
-        candidates = [name for name in _DRAFTERS if name in known]
     tried = [Candidate("off"), *(Candidate(text) for text in candidates)]
     pipes: dict[str, InferencePipeline] = {}
     try:
@@ -111,6 +121,9 @@ def measure(
                 if candidate.name == "off":
                     raise
                 candidate.refused = str(error)
+        if all(candidate.refused is not None for candidate in tried[1:]):
+            reasons = "\n".join(f"  {candidate.name}: {candidate.refused}" for candidate in tried[1:])
+            raise PluginUnavailableError(f"none of the drafters can run with this model:\n{reasons}")
         for _ in range(options.rounds):
             for candidate in tried:
                 if candidate.refused is None:
