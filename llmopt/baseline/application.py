@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _ROLES = ("system", "user", "assistant", "tool", "developer")
 _REPLACEMENT = "�"  # what a decoder writes for bytes that are not UTF-8
 _MAX_PENDING = 3  # tokens that can belong to an unfinished character: UTF-8 takes at most 4 bytes
+_MOST_WAITING = 9  # the same, with tokens between them that have no text
 
 
 class BaselineTokenize:
@@ -177,14 +178,14 @@ class BaselineDetokenize:
         text = self._decode(ids, skip)
         stop = end
         if text.endswith(_REPLACEMENT) and not flush:
-            # an unfinished character, unless more tokens wait than one character can have
-            for pending in range(1, _MAX_PENDING + 1):
-                stop = end - pending
+            # an unfinished character, unless more tokens wait than one can have, not counting a few without text
+            pending = 0
+            while pending < _MAX_PENDING and end - stop < _MOST_WAITING and text.endswith(_REPLACEMENT):
+                stop -= 1
                 if stop <= state.read:
                     return ""
+                pending += self._decode(ids[stop - state.start : stop - state.start + 1], skip) != ""
                 text = self._decode(ids[: stop - state.start], skip)
-                if not text.endswith(_REPLACEMENT):
-                    break
         new = text[len(state.window_text) :]
         state.start = max(state.start, min(state.read, stop - 2))
         state.read = stop

@@ -210,6 +210,17 @@ def test_a_character_arrives_whole_however_many_tokens_it_takes(demo_fp32: Any, 
     assert not any("\ufffd" in piece for piece in pieces)
 
 
+@pytest.mark.parametrize("step", [1, 2, 3, 7])
+def test_tokens_without_text_inside_a_character_do_not_tear_it(step: int) -> None:
+    tokenizer = tiny_tokenizer()
+    nothing = 300
+    assert tokenizer.decode([nothing]) == ""
+    first, second, third = (3 + byte for byte in "堃".encode())
+    ids = [first, nothing, nothing, second, nothing, third, *(3 + byte for byte in b" ok")]
+    text, _ = grow(BaselineDetokenize(tokenizer), [65], ids, step)
+    assert text == tokenizer.decode(ids) == "堃 ok"
+
+
 def test_a_character_of_several_tokens_is_one_piece_of_a_stream() -> None:
     tokenizer = tiny_tokenizer()
     text = "a🔥é日b"

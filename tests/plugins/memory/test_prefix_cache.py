@@ -538,7 +538,7 @@ def test_files_of_other_models_and_dtypes_and_other_things_are_refused(saved: Pa
         save_file({"x": torch.zeros(1)}, tmp_path / "other")
         with pytest.raises(PrefixFileError, match="is no prefix file"):
             cache.load(tmp_path / "other")
-        with pytest.raises(KeyError, match="no prefix is called 'x'; there are none"):
+        with pytest.raises(KeyError, match="no prefix is called 'x'; names are: none"):
             cache.save(tmp_path / "x", "x")
 
 

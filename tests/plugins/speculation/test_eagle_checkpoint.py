@@ -117,6 +117,8 @@ def changed(name: str, *shape: int) -> dict[str, torch.Tensor]:
         ("eagle3", {"eagle_aux_hidden_state_layer_ids": [5, 6, 7]}, {}, r"layers \[6, 7, 8\], and the target"),
         ("eagle3", {"eagle_aux_hidden_state_layer_ids": [0, 1]}, {}, "2 taps of the target's 64 values"),
         ("eagle3", {}, {"fc.weight": None}, "no fc.weight among"),
+        ("eagle3", {}, {"midlayer.mlp.up_proj.weight": torch.full((96, 64), torch.nan)},
+         "values that are no numbers in midlayer.mlp.up_proj.weight"),
         ("eagle3_speculators", {"speculators_model_type": "dflash"}, {}, "speculators type 'dflash'"),
         ("eagle3_speculators", {"speculators_model_type": "eagle"}, {}, "its tensors are those of EAGLE-3"),
         ("eagle1_speculators", {}, changed("transformer.mlp.up_proj.weight", 90, 64), r"of shape \[90, 64\]"),

@@ -313,6 +313,15 @@ def test_nodes_below_the_least_chance_are_left_out(tmp_path: Path) -> None:
     assert all(np.exp(score) >= least for score in some[2])
 
 
+def test_a_head_without_numbers_drafts_nothing(tmp_path: Path) -> None:
+    head = read(write_head(tmp_path, "eagle3_specforge"))
+    pairs = pairs_of(in_torch(head), head, [5, 3], [0, 0])
+    for parameter in head.parameters():
+        parameter.data.fill_(torch.nan)
+    found, _ = in_torch(head).search(pairs, Growth(2, 4, [9, 9]))
+    assert found == [([], [], [])] * 2
+
+
 def test_a_row_without_a_number_drafts_nothing() -> None:
     tree = DraftTree(2, 2)
     scores = np.array([[[np.nan, np.nan]], [[-0.5, -1.0]]], dtype=np.float32)

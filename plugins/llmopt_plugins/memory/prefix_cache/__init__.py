@@ -123,7 +123,7 @@ class PrefixCache:
         """
         pipeline, lookup = self._built()
         if name not in self._names:
-            raise KeyError(f"no prefix is called {name!r}; there are {', '.join(map(repr, self._names)) or 'none'}.")
+            raise KeyError(f"no prefix is called {name!r}; names are: {', '.join(map(repr, self._names)) or 'none'}.")
         salt, ids = self._names[name]
         size = pipeline.block_pool.block_size
         if len(ids) < size:

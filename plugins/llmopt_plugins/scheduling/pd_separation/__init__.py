@@ -12,6 +12,7 @@ Goodput-optimized Large Language Model Serving", 2024.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from llmopt import PluginInfo, hookimpl
@@ -73,7 +74,7 @@ class PdSeparation:
         if slice_ms != "auto":
             check_number("slice_ms", slice_ms, 'a number of milliseconds above 0, or "auto"', lambda x: x > 0)
         check_number("decode_share", decode_share, "a share of the time, 0 <= decode_share < 1", lambda x: 0 <= x < 1)
-        check_number("patience_ms", patience_ms, "a number of milliseconds above 0", lambda x: x > 0)
+        check_number("patience_ms", patience_ms, "a number of milliseconds above 0", lambda x: 0 < x < math.inf)
         if mode == "process":
             slices = {
                 "slice_ms": (slice_ms, "auto"),

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import llmopt
 from llmopt import PluginInfo, hookimpl
 from llmopt.batch import MAX_DRAFTS
-from llmopt.errors import ModelError, PluginOptionError
+from llmopt.errors import MemoryBudgetError, ModelError, PluginOptionError
 from llmopt_plugins.option_checks import check_choice, check_flag, check_int, check_path, check_use
 from llmopt_plugins.speculation.draft_model.vocabulary import why_not_same
 from llmopt_plugins.speculation.goodput import Goodput
@@ -191,7 +191,12 @@ class DraftModel:
             plugins += ["native", f"weight_quant:bits={self.bits}"]
         elif self.native or (self.native is None and _can_be_native(model)):
             plugins += ["native"]
-        pipeline = llmopt.build(model, plugins, tokenizer=tokenizer, **options)
+        try:
+            pipeline = llmopt.build(model, plugins, tokenizer=tokenizer, **options)
+        except MemoryBudgetError as error:
+            raise MemoryBudgetError(
+                f"the draft model's own KV: {error} Here it is draft_model's pool_bytes."
+            ) from error
         reason = pipeline.why_not
         if reason is None and pipeline.capabilities.has_states:
             reason = "it keeps recurrent states, which cannot be rewound when a draft is rejected"

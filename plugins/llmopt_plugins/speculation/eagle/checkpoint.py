@@ -370,6 +370,9 @@ def _check_tensors(weights: Mapping[str, Tensor], expected: Mapping[str, Tensor]
     unknown = sorted(set(weights) - set(expected))
     if unknown:
         raise HeadError(f"has tensors that are not read: {', '.join(unknown)}")
+    broken = [name for name, tensor in weights.items() if tensor.is_floating_point() and not tensor.isfinite().all()]
+    if broken:
+        raise HeadError(f"has values that are no numbers in {', '.join(broken)}")
     for name, tensor in expected.items():
         if weights[name].shape != tensor.shape:
             raise HeadError(

@@ -82,7 +82,7 @@ def search_levels(head: RunHead, pairs: Pairs, growth: Growth, block_size: int) 
     nodes = _Nodes(level, block_size, width, growth.depth - 1) if growth.depth > 1 else None
     while num_levels < growth.depth:
         mass = tree.mass()
-        if not mass * mass / before >= growth.least_gain:
+        if not before or not mass * mass / before >= growth.least_gain:  # no chances: the head gave no numbers
             break
         before = mass
         assert nodes is not None
