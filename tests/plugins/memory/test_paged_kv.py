@@ -16,6 +16,7 @@ from llmopt.pipeline import InferencePipeline
 from llmopt.request import Request, SamplingParams
 from llmopt.stages import Probe
 from llmopt.testing import assert_same_tokens, scripted_model, tiny_model, tiny_prompts
+from llmopt.text import make_requests
 from llmopt_plugins.memory.paged_kv import PagedAllocate, PagedKv, nearness
 from tests.equivalence.test_hybrid_models import hybrid_model
 from tests.llmopt.helpers import assert_idle, build_tiny, wrap
@@ -407,9 +408,10 @@ def test_where_a_layer_sees_everything_nothing_is_given_back(kind: str) -> None:
         for _ in pipe.stream([5, 6, 7], max_new_tokens=60, ignore_eos=True):
             pass
         assert "num_left_blocks" not in pipe.stats()["allocate.paged_kv"]
-        most = []
-        for _ in pipe.stream([5, 6, 7], max_new_tokens=60, ignore_eos=True):
-            most.append(pipe.block_pool.num_used)
+        most: list[int] = []
+        (made,) = make_requests(pipe, [5, 6, 7], {"max_new_tokens": 60, "ignore_eos": True})
+        pipe.add(made, lambda _: most.append(pipe.block_pool.num_used))  # after every step
+        pipe.wait(lambda: made.is_finished)
         assert max(most) >= 15  # of about 60 tokens
 
 
