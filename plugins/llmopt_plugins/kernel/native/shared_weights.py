@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, TypeAlias
 from weakref import WeakSet
 
-from llmopt_plugins.kernel.native.packing import Arena, PackedWeights, extension, fill, layout
+from llmopt_plugins.kernel.native.packing import Arena, PackedWeights, extension, fill, layout, pack
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,14 +58,15 @@ def share(
 
     :param source: without quantized weights.
     """
-    placed, placed_vectors, num_bytes = layout(shapes, {name: plan.count for name, plan in vectors.items()})
     recipe = _recipe(matrices, vectors, shapes)
     marked = _MarkedSource(source, num_threads)
     with _LOCK:
         memory = _find(recipe, marked)
-        packed = PackedWeights(memory or Arena(num_bytes), placed, placed_vectors)
         if memory is None:
-            fill(packed, matrices, vectors, marked, num_threads)
+            packed = pack(matrices, vectors, shapes, marked, num_threads)
+        else:
+            placed, placed_vectors, _ = layout(shapes, {name: plan.count for name, plan in vectors.items()})
+            packed = PackedWeights(memory, placed, placed_vectors)
         _join(packed, recipe, marked)
     return packed
 

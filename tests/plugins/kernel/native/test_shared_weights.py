@@ -18,7 +18,7 @@ from torch import Tensor
 import llmopt
 from llmopt.pipeline import InferencePipeline
 from llmopt.testing import tiny_model, tiny_prompts, tiny_tokenizer
-from llmopt_plugins.kernel.native import Native, shared_weights
+from llmopt_plugins.kernel.native import Native, packing, shared_weights
 from llmopt_plugins.kernel.native.packing import MatrixPlan, MatrixShape, PackedWeights, Rows, VectorPlan, extension
 from llmopt_plugins.kernel.native.shared_weights import num_users, refill, share
 from llmopt_plugins.kernel.weight_quant import WeightQuant
@@ -61,7 +61,8 @@ def filled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         fill(target, *rest)
         written.append(target.memory.num_bytes)
 
-    monkeypatch.setattr(shared_weights, "fill", counted)
+    for module in (shared_weights, packing):  # a first packing, and one over what was there
+        monkeypatch.setattr(module, "fill", counted)
     return written
 
 
